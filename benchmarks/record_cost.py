@@ -39,7 +39,7 @@ def main() -> None:
         board = Board(1, folder=folder)
         slot, on = {BOARD_VARIABLE: f"{board.path}:0"}, {**on, RECORD_VARIABLE: f"1:{folder}"}
         _report("under echelon launch", _compare({**off, **slot}, {**on, **slot}))
-        board.close()
+        board.remove()
         assert sorted(path.parent.name for path in Path(folder).rglob("rank_0.steps")) == ["0", "1"]
 
 

@@ -202,7 +202,7 @@ def test_a_signal_is_obeyed_between_two_ranks_that_are_started(tmp_path: Path) -
     finally:
         workers.stop(signal.SIGTERM, grace=timedelta(seconds=3))
         guardian.close()
-        board.close()
+        board.remove()
     assert workers.exit_codes() == [-signal.SIGTERM] * 2
 
 

@@ -68,7 +68,7 @@ def fake_run(tmp_path: Path) -> Iterator[tuple[Path, list[subprocess.Popen[bytes
         for rank in ranks:
             rank.kill()
             rank.wait()
-        board.close()
+        board.remove()
 
 
 def test_a_slow_rank_and_then_a_stopped_rank_are_seen(
@@ -140,7 +140,7 @@ def test_8_ranks_of_which_one_is_slow_and_one_is_stopped(command: Command, tmp_p
             (folder,) = runs.glob("*")
             board = BoardReader(json.loads((folder / "run.json").read_text())["board"])
             watch = board.watch(5)
-            board.close()
+            board.remove()
             assert watch is not None
             os.kill(watch.pid, signal.SIGSTOP)
             stopped = time.monotonic()

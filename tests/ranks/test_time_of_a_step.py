@@ -52,7 +52,7 @@ def test_waiting_in_a_backward_pass_or_gather_counts_as_communication(tmp_path: 
         run_on_ranks(train, board.path, world_size=2, init_group=False)
         times = [board.times(rank) for rank in (0, 1)]
     finally:
-        board.close()
+        board.remove()
     slept = STEPS * NAP_S
     for found in times:
         assert found is not None

@@ -107,10 +107,10 @@ class Stage:
         )
         return replace(info, **changes)
 
-    def open(self, *, least: int = 2, most: int = 2, max_restarts: int = 0, join: timedelta = 60 * SECOND) -> None:
+    def open(self, *, least: int = 2, most: int = 2, max_restarts: int = 0) -> None:
         self.min_nodes, self.max_nodes = least, most
         times = RendezvousTimes(
-            join_timeout=join, last_call=0.2 * SECOND, heartbeat=0.1 * SECOND, lost_after=60 * SECOND
+            join_timeout=60 * SECOND, last_call=0.2 * SECOND, heartbeat=0.1 * SECOND, lost_after=60 * SECOND
         )
         rules = RunRules(
             max_restarts=max_restarts,
@@ -368,7 +368,9 @@ def test_mismatches_are_refused_and_missing_machines_named(
     waits.join(_LIMIT_S)
 
 
-def test_an_end_during_the_import_of_torch_is_not_lost(stage: Stage, clock: Clock) -> None:
+def test_an_incomplete_rendezvous_ends_the_run_also_during_the_import_of_torch(
+    stage: Stage, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage.open()
     head = stage.node("head")
     clock.ahead_s = 61.0  # over the limit
@@ -376,6 +378,7 @@ def test_an_end_during_the_import_of_torch_is_not_lost(stage: Stage, clock: Cloc
     with pytest.raises(RunOver) as caught:
         head.next_generation()
     assert caught.value.result == GenerationResult(then="stop", code=1)
+    assert "1 of 2 machines have joined" in capsys.readouterr().err
 
 
 def test_a_machine_that_connects_after_the_end_of_the_run_is_told(
@@ -405,10 +408,3 @@ def test_machines_that_import_torch_are_waited_for(stage: Stage, clock: Clock) -
     wait_for(lambda: clock.num_reads > num_reads + 20)  # it has seen that the time is up
     assert head.result() is None
     assert [found.world_size for found in stage.generations(head, other)] == [4, 4]
-
-
-def test_an_incomplete_rendezvous_ends_the_run(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    stage.open(join=0.2 * SECOND)
-    with pytest.raises(RunOver):
-        stage.node("head").next_generation()
-    assert "1 of 2 machines have joined" in capsys.readouterr().err

@@ -188,7 +188,7 @@ class Clock:
 def board(tmp_path: Path) -> Iterator[Board]:
     board = Board(2, folder=str(tmp_path))
     yield board
-    board.close()
+    board.remove()
 
 
 def test_the_time_of_a_loop_on_the_status_board_outlives_the_rank(

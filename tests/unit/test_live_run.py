@@ -25,7 +25,7 @@ HOST = socket.gethostname()
 def board(tmp_path: Path) -> Iterator[Board]:
     board = Board(2, folder=str(tmp_path))
     yield board
-    board.close()
+    board.remove()
 
 
 def _folder(parent: Path, name: str = "run", *, ranks: tuple[int, ...] = (0, 1), **facts: Any) -> Path:
@@ -121,7 +121,7 @@ def test_a_new_attempt_has_a_new_board(tmp_path: Path, board: Board) -> None:
         assert live.read().step == 41
     finally:
         live.close()
-        other.close()
+        other.remove()
 
 
 def test_of_several_machines_the_ranks_of_this_one_are_shown(tmp_path: Path, board: Board) -> None:

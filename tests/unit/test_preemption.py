@@ -254,7 +254,7 @@ def run_of(board: Board, *, grace_s: float) -> Iterator[tuple[Node, Callable[[in
             yield node, lambda number: interrupts.on_signal(number, None)
         finally:
             node.watch(None)
-            board.close()
+            board.remove()
 
 
 def test_the_launcher_coordinates_the_ranks_and_names_missing_ones(

@@ -25,7 +25,7 @@ NOTE = StatusNote(9, 118, 4, 33, Phase.SAVE, True, "gather", "float32[3, 4]", "t
 def board(tmp_path: Path) -> Iterator[Board]:
     board = Board(3, folder=str(tmp_path))
     yield board
-    board.close()
+    board.remove()
 
 
 def test_written_values_are_read_by_slot(board: Board) -> None:
@@ -109,7 +109,7 @@ def test_the_file_belongs_to_the_user_and_is_removed_after_the_run(
     path = Path(board.path)
     assert path.parent == tmp_path
     assert path.stat().st_mode & 0o777 == 0o600
-    board.close()
+    board.remove()
     assert not path.exists()
 
 
@@ -120,11 +120,11 @@ def test_the_next_launcher_removes_the_board_of_a_killed_one(tmp_path: Path, mon
         path.touch()
     for path in (orphan, Path(running.path)):
         os.utime(path, (0, 0))
-    Board(1, folder="/").close()
+    Board(1, folder="/").remove()
     assert not orphan.exists()
     assert young.exists()
     assert Path(running.path).exists()
-    running.close()
+    running.remove()
 
 
 def test_the_program_records_its_step_phase_and_operations(board: Board) -> None:

@@ -154,7 +154,7 @@ class _Agent:
         """Close what the last attempt's ranks were connected with: their board, and the tunnel to their store."""
         self._node.watch(None)
         if self._board is not None:
-            self._board.close()
+            self._board.remove()
             self._board = None
         if self._tunnel is not None:
             self._tunnel.close()

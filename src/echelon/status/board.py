@@ -26,7 +26,6 @@ import time
 import zlib
 from contextlib import suppress
 from enum import IntEnum, IntFlag
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 __all__ = ["Board", "BoardReader", "Doing", "Mark", "StatusNote", "StepPart", "Phase", "Slot", "Times", "Watch"]
@@ -196,14 +195,11 @@ class Mark(NamedTuple):
     spent_ns: tuple[int, ...]
 
 
-# Cached, because a few texts repeat.
-@lru_cache(maxsize=1024)
 def _text(text: str, num_bytes: int) -> bytes:
     data = text.encode("utf-8", "replace")
     return data if len(data) <= num_bytes else data[:num_bytes]
 
 
-@lru_cache(maxsize=1024)
 def _path(text: str) -> bytes:
     data = text.encode("utf-8", "replace")
     return data if len(data) <= _FILE_BYTES else b"..." + data[3 - _FILE_BYTES :]
@@ -290,14 +286,15 @@ class BoardReader:
 
     Args:
         path: the board's path.
+        access: ``mmap.ACCESS_READ`` or, for the launcher, ``mmap.ACCESS_WRITE``.
 
     Raises:
         OSError: the file does not exist.
         ValueError: the file is not a board.
     """
 
-    def __init__(self, path: str) -> None:
-        self._memory = _mapped(path, mmap.ACCESS_READ)
+    def __init__(self, path: str, *, access: int = mmap.ACCESS_READ) -> None:
+        self._memory = _mapped(path, access)
         self.num_slots = int(_HEADER.unpack_from(self._memory)[2])
 
     def watch(self, index: int) -> Watch | None:
@@ -357,7 +354,7 @@ class BoardReader:
         self._memory.close()
 
 
-class Board:
+class Board(BoardReader):
     """The launcher's view of the board, with all slots.
 
     Args:
@@ -372,11 +369,9 @@ class Board:
         # Only this user can read the file (mkstemp). The lock shows that the launcher is alive.
         self._file, self.path = tempfile.mkstemp(prefix=_PREFIX, dir=_SHARED if shared else folder)
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        self.num_slots = num_slots
         os.ftruncate(self._file, _HEADER_BYTES + num_slots * _SLOT_BYTES)
         os.pwrite(self._file, _HEADER.pack(_MAGIC, _VERSION, num_slots, 0), 0)
-        self._memory = _mapped(self.path)
-        self._reader = BoardReader(self.path)
+        super().__init__(self.path, access=mmap.ACCESS_WRITE)
 
     def request_stacks(self) -> int:
         """Request the stacks from all ranks, and return the request's number."""
@@ -404,26 +399,9 @@ class Board:
         first = _HEADER_BYTES + offset
         return [_WORD.unpack_from(self._memory, first + i * _SLOT_BYTES)[0] for i in range(self.num_slots)]
 
-    def watch(self, index: int) -> Watch | None:
-        """Return the latest record from a rank's reporter, or None if the reporter has not started."""
-        return self._reader.watch(index)
-
-    def note(self, index: int) -> StatusNote | None:
-        """Return the latest record from a rank's program, or None."""
-        return self._reader.note(index)
-
-    def times(self, index: int) -> Times | None:
-        """Return a rank's times, or None if it has not recorded any."""
-        return self._reader.times(index)
-
-    def marks(self, index: int) -> list[Mark]:
-        """Return the marks for a rank's latest checkpoints, oldest first."""
-        return self._reader.marks(index)
-
-    def close(self) -> None:
-        """Remove the file."""
-        self._reader.close()
-        self._memory.close()
+    def remove(self) -> None:
+        """Unmap and remove the file."""
+        self.close()
         with suppress(FileNotFoundError):  # deleted with the run's folder
             os.unlink(self.path)
         os.close(self._file)

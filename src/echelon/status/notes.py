@@ -30,7 +30,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A tuple, because hashing a member of an enum calls a Python function. In the order of the phases.
+# In the order of the phases.
 _PART_OF = (
     StepPart.OTHER,
     StepPart.DATA,
@@ -40,8 +40,6 @@ _PART_OF = (
     StepPart.CHECKPOINT,
     StepPart.EVALUATION,
 )
-# Looking up a member of an enum takes a tenth of a microsecond in Python 3.11.
-_OTHER, _FORWARD = StepPart.OTHER, StepPart.FORWARD
 _LOOP_PHASES = frozenset({Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER, Phase.EVALUATE})
 
 
@@ -115,15 +113,15 @@ class Notes:
     def begin_forward(self) -> None:
         """Record that a forward pass starts. If it is nested or part of an evaluation, its time counts toward the outer part."""
         self._num_forward += 1
-        if self._part is _OTHER:
+        if self._part is StepPart.OTHER:
             self._num_forward = 1
-            self.part(_FORWARD)
+            self.part(StepPart.FORWARD)
 
     def end_forward(self) -> None:
         """Record that the innermost forward pass ends."""
         self._num_forward -= 1
-        if self._num_forward == 0 and self._part is _FORWARD:
-            self.part(_OTHER)
+        if self._num_forward == 0 and self._part is StepPart.FORWARD:
+            self.part(StepPart.OTHER)
 
     def mark(self, step: int) -> None:
         """Record that saving the checkpoint for ``step`` starts. A restart repeats only what happens after this point."""

@@ -23,7 +23,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 __all__ = [
     "FIRST_RECORDS",
@@ -51,20 +51,6 @@ _LOSS_AT = 12
 _NORM = struct.Struct("<d")
 _NORM_AT = 32
 _NAN = math.nan
-
-
-class _Forks:
-    """Counts how many of this process's ancestors were forked since Python started: asking for the process id takes longer."""
-
-    number: ClassVar[int] = 0
-
-    @classmethod
-    def count(cls) -> None:
-        cls.number += 1
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_Forks.count)
 
 
 class StepRecord(NamedTuple):
@@ -121,7 +107,7 @@ class StepRecorder:
 
     def __init__(self, path: str | Path, *, rank: int, world_size: int, max_records: int = MAX_RECORDS) -> None:
         self._path = str(path)
-        self._pid, self._num_forks, self._max_records = os.getpid(), _Forks.number, max_records
+        self._pid, self._max_records = os.getpid(), max_records
         self._began_ns = time.monotonic_ns()
         text = json.dumps({"rank": rank, "world_size": world_size, "began_ns": time.time_ns()}).encode()
         self._header = _HEADER.pack(_MAGIC, _VERSION, _RECORD.size, len(text)) + text
@@ -163,7 +149,7 @@ class StepRecorder:
         Raises:
             OSError: the disk is full, or the file has been deleted. Nothing can be recorded from now on.
         """
-        if _Forks.number != self._num_forks:
+        if os.getpid() != self._pid:
             return 0
         self._num_since += 1
         if self._stride > 1:
