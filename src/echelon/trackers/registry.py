@@ -11,15 +11,19 @@ from echelon.base.errors import UsageError
 from echelon.base.optional import install_command, is_available
 from echelon.base.warnings import warn
 from echelon.compat.enums import LoggerType
-from echelon.trackers.aim import AimTracker
 from echelon.trackers.base import GeneralTracker
-from echelon.trackers.clearml import ClearMLTracker
-from echelon.trackers.comet import CometMLTracker
-from echelon.trackers.dvclive import DVCLiveTracker
 from echelon.trackers.jsonl import JSONLTracker
-from echelon.trackers.mlflow import MLflowTracker
-from echelon.trackers.tensorboard import TensorBoardTracker
-from echelon.trackers.wandb import SwanLabTracker, TrackioTracker, WandBTracker
+from echelon.trackers.services import (
+    AimTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
 
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",
