@@ -228,7 +228,7 @@ def _is_reexport(node: ast.stmt, *, may_call: bool) -> bool:
 def private_reads(sources: Mapping[str, str]) -> Iterator[str]:
     """Find reads of another object's ``_name`` where a file of echelon other than the reader's defines that name.
 
-    The Trainer's components may call transformers' private methods on it (``hooks``), because subclasses override them.
+    The Trainer's components may call transformers' private methods on it (``trainer``), because subclasses override them.
     """
     trees = {path: _parse(source) for path, source in sources.items()}
     defined = {path: set(_defined_names(tree)) for path, tree in trees.items()}
@@ -239,7 +239,9 @@ def private_reads(sources: Mapping[str, str]) -> Iterator[str]:
             if not isinstance(node, ast.Attribute) or node.attr not in private:
                 continue
             owner = ast.unparse(node.value)
-            may_be_overridden = path.startswith("trainer/") and owner.endswith("hooks") and node.attr in TRAINER_MEMBERS
+            may_be_overridden = (
+                path.startswith("trainer/") and owner.endswith("trainer") and node.attr in TRAINER_MEMBERS
+            )
             if owner not in ("self", "cls", "super()") and not may_be_overridden:
                 yield f"{path}:{node.lineno}: reads {ast.unparse(node)}, which is private to another file"
 

@@ -74,14 +74,16 @@ def test_a_read_of_a_private_name_is_reported() -> None:
     assert list(private_reads(sources)) == []
     sources["b.py"] = "def g(a):\n    return a._x + a.f(a)._replace(x=1) + a.y"
     assert list(private_reads(sources)) == ["b.py:2: reads a._x, which is private to another file"]
-    sources |= {"trainer/internals.py": "class Internals:\n    def _save(self): ...\n    def _own(self): ..."}
+    sources |= {
+        "trainer/trainer_methods.py": "class TrainerMethods:\n    def _save(self): ...\n    def _own(self): ..."
+    }
     reads = {
-        "trainer/loop.py": "def f(hooks):\n    hooks._save()\n    hooks._own()",
-        "c.py": "def f(hooks):\n    hooks._save()",
+        "trainer/loop.py": "def f(trainer):\n    trainer._save()\n    trainer._own()",
+        "c.py": "def f(trainer):\n    trainer._save()",
     }
     assert sorted(private_reads({**sources, **reads, "b.py": ""})) == [
-        "c.py:2: reads hooks._save, which is private to another file",
-        "trainer/loop.py:3: reads hooks._own, which is private to another file",
+        "c.py:2: reads trainer._save, which is private to another file",
+        "trainer/loop.py:3: reads trainer._own, which is private to another file",
     ]
     assert list(private_reads({**sources, "b.py": "class B:\n    def g(self):\n        return self._x"})) == []
 

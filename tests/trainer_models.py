@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer, TrainerCallback, TrainingArguments
 from tests.reference import PlainTraining, train_plainly
 
@@ -21,12 +24,14 @@ __all__ = [
     "Line",
     "Net",
     "RecordingModel",
+    "RecordingTrainer",
     "arguments",
     "divided",
     "logged",
     "net_data",
     "stacked",
     "train_rows_plainly",
+    "warnings_of",
 ]
 
 Rows = list[dict[str, torch.Tensor]]
@@ -103,6 +108,22 @@ class RecordingModel(nn.Module):
         return {"loss": (self.weight * x).mean(), "logits": x}
 
 
+class RecordingTrainer(Trainer):
+    """Trainer that records the column ``x`` of the batches of its training steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: list[torch.Tensor] = []
+        super().__init__(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.seen.append(inputs["x"])
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def samples(self) -> list[float]:
+        """Return the first value of each sample."""
+        return [value for x in self.seen for value in x[:, 0].tolist()]
+
+
 def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     """Return the sum over the labels divided by their number; without a number, raise an error."""
     return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
@@ -152,6 +173,14 @@ def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
     if "logging_steps" in options:
         defaults["logging_strategy"] = "steps"
     return TrainingArguments(**{**defaults, **options})
+
+
+def warnings_of(run: Callable[[], Any]) -> list[str]:
+    """Call ``run``, and return the texts of echelon's warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(one.message) for one in caught if issubclass(one.category, EchelonWarning)]
 
 
 def logged(trainer: Trainer, name: str = "loss") -> list[float]:

@@ -45,6 +45,14 @@ SCHEDULE = {
 }
 
 
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "num_train_epochs": 2,
+    "learning_rate": 0.05,
+    "logging_steps": 1,
+}
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -65,18 +73,8 @@ def _samples() -> list[dict[str, torch.Tensor]]:
 def _train(folder: Path) -> tuple[float, float, list[float], float | None]:
     """Return the loss before and after, the learning rates, and how far a fresh model with the saved weights is off."""
     path = folder / "ds.json"
-    args = arguments(
-        folder / "out",
-        bf16=True,
-        deepspeed=str(path),
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_train_epochs=2,
-        learning_rate=0.05,
-        warmup_steps=2,
-        logging_steps=1,
-        report_to="none",
-    )
+    options = {**SETTINGS, "gradient_accumulation_steps": 2, "warmup_steps": 2}
+    args = arguments(folder / "out", bf16=True, deepspeed=str(path), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of DeepSpeed's, about torch
         trainer = Trainer(model=Model(), args=args, train_dataset=_samples(), eval_dataset=_samples())  # type: ignore[arg-type]
@@ -115,17 +113,7 @@ def test_a_trainer_trains_under_a_config_full_of_auto(more: dict[str, Any], tmp_
 
 def _train_in_parts(folder: str, config: dict[str, Any], *, end: int | None, resume: bool) -> tuple[list[float], Any]:
     """Return the losses of all steps and the weights."""
-    args = arguments(
-        folder,
-        deepspeed=config,
-        per_device_train_batch_size=4,
-        num_train_epochs=2,
-        learning_rate=0.05,
-        logging_steps=1,
-        seed=3,
-        max_grad_norm=0.5,
-        report_to="none",
-    )
+    args = arguments(folder, deepspeed=config, seed=3, max_grad_norm=0.5, **SETTINGS)
     model = Model()
     if resume:
         with torch.no_grad():
@@ -180,13 +168,8 @@ def test_a_config_that_contradicts_the_arguments_is_an_error(tmp_path: Path) -> 
         ({"train_micro_batch_size_per_gpu": 3}, ("train_micro_batch_size_per_gpu=3", "4 (from derived DataLoader")),
         ({"optimizer": {"params": {"lr": 1.0}}}, ("optimizer.params.lr=1.0", "TrainingArguments.learning_rate")),
     ):
-        args = arguments(
-            tmp_path,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            report_to="none",
-            deepspeed={"zero_optimization": {"stage": 2}, **config},
-        )
+        deepspeed = {"zero_optimization": {"stage": 2}, **config}
+        args = arguments(tmp_path, gradient_accumulation_steps=2, deepspeed=deepspeed, **SETTINGS)
         with pytest.raises(ConfigError) as caught:
             Trainer(model=Model(), args=args)
         assert all(part in str(caught.value) for part in parts), str(caught.value)

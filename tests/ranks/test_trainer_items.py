@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.trainer_models import (
     net_data,
     stacked,
     train_rows_plainly,
+    warnings_of,
 )
 
 
@@ -143,10 +143,7 @@ def test_an_exact_evaluation_is_the_mean_over_all_labels_on_any_number_of_ranks(
 def _train(folder: str, options: dict[str, Any]) -> tuple[list[str], list[float]]:
     args = arguments(folder, logging_steps=1, learning_rate=0.0, **options)
     trainer = Trainer(IgnoringNet(), args, train_dataset=net_data(12))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        trainer.train()
-    texts = [str(one.message) for one in found if "num_items_in_batch" in str(one.message)]
+    texts = [text for text in warnings_of(trainer.train) if "num_items_in_batch" in text]
     return texts, logged(trainer)
 
 

@@ -1,4 +1,4 @@
-"""The Trainer with pieces of sequences or stages: the losses of one process, and runs that resume on another mesh."""
+"""The Trainer with split layers, pieces of sequences or stages: the losses of one process, and runs that resume on another mesh."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from echelon.trainer import Trainer
 from tests.harness import import_ahead, run_on_ranks
 from tests.parallel_models import loss_without_float32, ragged_batches, tiny_llama
 from tests.trainer_models import arguments, logged
+
+_SHARD_TP, _REPLICATE_TP = ({name: 2, "tp_size": 2} for name in ("dp_shard_size", "dp_replicate_size"))
 
 import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
@@ -60,6 +62,8 @@ def _trained(folder: str, sizes: dict[str, int], steps: int, resume: bool) -> di
         pytest.param([{"pp_size": 2}, {}, {"dp_shard_size": 2}], id="pp 2, one process, shard 2"),
         pytest.param([{"cp_size": 2}, {"dp_shard_size": 2}, {"cp_size": 2}], id="cp 2, shard 2, cp 2"),
         pytest.param([{"sp_size": 2}, {"tp_size": 2}, {"pp_size": 2}], id="sp 2, tp 2, pp 2"),
+        pytest.param([{"tp_size": 2}, _SHARD_TP, {"tp_size": 4}], id="tp 2, shard 2 x tp 2, tp 4"),
+        pytest.param([{"tp_size": 4}, _REPLICATE_TP, {"tp_size": 2}], id="tp 4, replicate 2 x tp 2, tp 2"),
         pytest.param([{"pp_size": 2, "tp_size": 2}, {"cp_size": 2}, {"pp_size": 2}], id="pp 2 x tp 2, cp 2, pp 2"),
         pytest.param(
             [{"pp_size": 2, "cp_size": 2}, {}, {"pp_size": 2, "sp_size": 2}], id="pp 2 x cp 2, one process, pp 2 x sp 2"

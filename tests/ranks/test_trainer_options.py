@@ -14,7 +14,7 @@ from torch import nn
 
 from echelon.base.errors import ConfigError, DesyncError
 from echelon.trainer import EvalPrediction, NonFiniteError, Trainer, TrainerCallback, TrainingArguments
-from echelon.trainer.callbacks.time_limit import TimeLimitCallback
+from echelon.trainer.callbacks.built_in import TimeLimitCallback
 from echelon.trainer.features.hyperparameter_search import BestRun
 from tests.harness import RanksFailed, run_on_ranks
 from tests.trainer_models import CONSTANT_SGD, Net, arguments, net_data, stacked, train_rows_plainly

@@ -17,8 +17,7 @@ from torch import nn
 
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.sharded import is_dtensor
-from echelon.trainer import Trainer, TrainerCallback, TrainingArguments
-from echelon.trainer.checkpoint import save_on_error
+from echelon.trainer import Trainer, TrainerCallback, TrainingArguments, training_run
 from echelon.world.group import close_group
 from tests.harness import RanksFailed, run_on_ranks
 from tests.reference import warmup_then_linear
@@ -211,11 +210,11 @@ def _fails_alone(folder: str) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    keeps, logger = Keeps(), logging.getLogger("echelon.trainer.checkpoint.save_on_error")
+    keeps, logger = Keeps(), logging.getLogger("echelon.trainer.training_run")
     logger.addHandler(keeps)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(save_on_error, "_TIMEOUT", timedelta(seconds=0.5))
+            patch.setattr(training_run, "_TIMEOUT", timedelta(seconds=0.5))
             told = _fails(folder, [0])
     finally:
         logger.removeHandler(keeps)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from echelon import ParallelismConfig, Trainer, TrainingArguments
+from echelon import ParallelismConfig, Trainer
 from echelon.base.errors import ConfigError
 from tests.harness import errors_on_ranks, import_ahead, run_on_ranks
 from tests.parallel_models import loss_without_float32, ragged_batches, tiny_llama
+from tests.trainer_models import arguments
 
 import_ahead("transformers.models.llama.modeling_llama")
 
@@ -21,30 +21,15 @@ def _rows() -> list[dict[str, torch.Tensor]]:
 
 
 def _losses(folder: Path, sizes: dict[str, int], parity: str, batch_size: int) -> list[float]:
-    logged: list[float] = []
-
-    class _Trainer(Trainer):
-        def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-            logged.extend(value for name, value in logs.items() if name in ("loss", "eval_loss"))
-            super().log(logs, *args, **options)
-
     model = tiny_llama(attention="sdpa")
     model.loss_function = loss_without_float32
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        per_device_train_batch_size=batch_size,
-        max_steps=4,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        eval_strategy="steps",
-        eval_steps=2,
-        parity=parity,
-        parallelism_config=ParallelismConfig(**sizes) if sizes else None,
-    )
-    _Trainer(model=model, args=arguments, train_dataset=_rows(), eval_dataset=_rows()[:4]).train()
-    return logged
+    args = arguments(
+        folder, per_device_train_batch_size=batch_size, max_steps=4, logging_steps=1, eval_strategy="steps", eval_steps=2,
+        parity=parity, parallelism_config=ParallelismConfig(**sizes) if sizes else None,
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=_rows(), eval_dataset=_rows()[:4])
+    trainer.train()
+    return [entry[name] for entry in trainer.state.log_history for name in ("loss", "eval_loss") if name in entry]
 
 
 @pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2}], ids=str)

@@ -24,57 +24,18 @@ import torch.nn.functional as F
 from torch import nn
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "trainer_calls.json"
-METHODS = [
-    "_build_accelerator_args",
-    "_clip_grad_norm",
-    "_defer_fsdp_gradient_reduction",
-    "_determine_best_metric",
-    "_evaluate",
-    "_finalize_training",
-    "_finish_current_push",
-    "_get_collator_with_removed_columns",
-    "_get_dataloader",
-    "_get_eval_sampler",
-    "_get_grad_norm",
-    "_get_learning_rate",
-    "_get_num_items_in_batch",
-    "_get_output_dir",
-    "_get_train_sampler",
-    "_has_mixed_mesh_grads",
-    "_hp_search_setup",
-    "_init_training_state",
-    "_inner_training_loop",
-    "_issue_warnings_after_load",
-    "_load_best_model",
-    "_load_callback_state",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_rng_state",
-    "_load_scaler",
-    "_maybe_log_save_evaluate",
-    "_mixed_mesh_grad_norm",
-    "_move_model_to_device",
-    "_prepare_context_parallel_inputs",
-    "_prepare_for_training",
-    "_prepare_input",
-    "_prepare_inputs",
-    "_push_from_checkpoint",
-    "_remove_unused_columns",
-    "_report_to_hp_search",
-    "_run_epoch",
-    "_save",
-    "_save_checkpoint",
-    "_save_optimizer_and_scheduler",
-    "_save_rng_state",
-    "_save_scaler",
-    "_set_signature_columns_if_needed",
-    "_sync_replicated_trainable_parameters",
-    "_track_num_input_tokens",
-    "_tune_save_checkpoint",
-    "_update_auto_batch_size",
-    "_validate_args",
-    "_wrap_model",
-]
+METHODS = """
+    _build_accelerator_args _clip_grad_norm _defer_fsdp_gradient_reduction _determine_best_metric _evaluate
+    _finalize_training _finish_current_push _get_collator_with_removed_columns _get_dataloader _get_eval_sampler
+    _get_grad_norm _get_learning_rate _get_num_items_in_batch _get_output_dir _get_train_sampler _has_mixed_mesh_grads
+    _hp_search_setup _init_training_state _inner_training_loop _issue_warnings_after_load _load_best_model
+    _load_callback_state _load_from_checkpoint _load_optimizer_and_scheduler _load_rng_state _load_scaler
+    _maybe_log_save_evaluate _mixed_mesh_grad_norm _move_model_to_device _prepare_context_parallel_inputs
+    _prepare_for_training _prepare_input _prepare_inputs _push_from_checkpoint _remove_unused_columns _report_to_hp_search
+    _run_epoch _save _save_checkpoint _save_optimizer_and_scheduler _save_rng_state _save_scaler
+    _set_signature_columns_if_needed _sync_replicated_trainable_parameters _track_num_input_tokens _tune_save_checkpoint
+    _update_auto_batch_size _validate_args _wrap_model
+""".split()  # noqa: SIM905 - one name a line would be half a page
 """Every private method of transformers 5.23."""
 PUBLIC = "set_initial_training_values get_total_train_batch_size store_flos floating_point_ops training_step".split()  # noqa: SIM905
 

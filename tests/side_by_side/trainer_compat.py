@@ -133,7 +133,10 @@ def problems(table: list[Row]) -> Iterator[str]:
             )
     listed = {name for row in table for name in row.names}
     expected = {item.name for item in fields(Seq2SeqTrainingArguments)} | {
-        name for kind in (Trainer, TrainingArguments) for name, value in vars(kind).items() if _is_public(name, value)
+        name
+        for kind in (*Trainer.__mro__[:-1], TrainingArguments)
+        for name, value in vars(kind).items()
+        if _is_public(name, value)
     }
     if missing := expected - listed - _INNER:
         yield f"not listed: {', '.join(sorted(missing))}"

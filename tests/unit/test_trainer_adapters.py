@@ -16,7 +16,7 @@ from torch import nn
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer
-from tests.trainer_models import CONSTANT_SGD, EndsAfter, arguments
+from tests.trainer_models import CONSTANT_SGD, EndsAfter, arguments, warnings_of
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -215,11 +215,7 @@ def test_the_base_model_is_not_stored_but_all_that_was_trained(tmp_path: Path) -
 
 def test_one_warning_names_what_the_adapter_files_lack(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, _with_trained_norm(), save_strategy="steps", save_steps=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.train()
-        trainer.save_model(str(tmp_path / "final"))
-    found = [str(one.message) for one in caught if issubclass(one.category, EchelonWarning)]
+    found = [*warnings_of(trainer.train), *warnings_of(lambda: trainer.save_model(str(tmp_path / "final")))]
     assert len(found) == 1
     assert found[0].startswith("base_model.model.norm.weight, base_model.model.norm.bias can change in training")
     assert "modules_to_save" in found[0]
@@ -299,10 +295,8 @@ def test_a_state_dict_with_other_names_is_loaded(tmp_path: Path, layout: str) ->
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
 def test_one_warning_names_weights_that_the_state_dict_leaves_out(tmp_path: Path, layout: str) -> None:
     model = WithNamesOfItsPart(leaves_out=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _trainer(tmp_path, model, save_strategy="steps", save_steps=2, checkpoint_format=layout).train()
-    found = [str(one.message) for one in caught if issubclass(one.category, EchelonWarning)]
+    trainer = _trainer(tmp_path, model, save_strategy="steps", save_steps=2, checkpoint_format=layout)
+    found = warnings_of(trainer.train)
     assert len(found) == 1
     start = "inner.first.weight, inner.first.bias are trained, but WithNamesOfItsPart.state_dict() does not return them"
     assert found[0].startswith(start)

@@ -14,27 +14,21 @@ from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer, TrainerCallback, TrainerState, TrainingArguments, get_scheduler
 from echelon.trainer.optim.adafactor import Adafactor
-from tests.trainer_models import DATA, Line, arguments
+from tests.trainer_models import DATA, Line, RecordingTrainer, arguments
 
 
 def test_a_changed_seed_changes_the_order_of_the_next_training(tmp_path: Path) -> None:
-    class Recorder(Trainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            seen.append(inputs["x"].tolist())
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    seen: list[Any] = []
     orders = []
-    trainer = Recorder(None, arguments(tmp_path, num_train_epochs=1, save_strategy="no"), train_dataset=DATA, model_init=Line)  # fmt: skip
+    trainer = RecordingTrainer(None, arguments(tmp_path), train_dataset=DATA, model_init=Line)
     for seed in (42, 314, 42):
         trainer.args.seed = seed
         trainer.train()
-        orders.append([*seen])
-        seen.clear()
-    other = Recorder(Line(), arguments(tmp_path, num_train_epochs=1, save_strategy="no", seed=314), train_dataset=DATA)
+        orders.append(trainer.samples())
+        trainer.seen.clear()
+    other = RecordingTrainer(Line(), arguments(tmp_path, seed=314), train_dataset=DATA)
     other.train()
     assert orders[0] == orders[2]
-    assert orders[1] == seen != orders[0]
+    assert orders[1] == other.samples() != orders[0]
 
 
 def test_accumulation_steps_of_the_accelerator_config_are_those_of_the_arguments(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from echelon.trainer import Trainer, TrainingArguments
-from echelon.trainer.data.balanced_batches import BalancedBatchSampler, balanced_sizes
+from echelon.trainer.data.length_samplers import BalancedBatchSampler, balanced_sizes
 from tests.harness import run_on_ranks
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from echelon.trainer import EarlyStoppingCallback, Trainer, TrainerCallback
-from echelon.trainer.callbacks.callback_handler import EVENTS, CallbackHandler, DefaultFlowCallback
-from echelon.trainer.hooks import notify
+from echelon.trainer.callbacks.callback_handler import CallbackHandler, DefaultFlowCallback
 from echelon.trainer.state import ExportableState, TrainerControl, TrainerState
 from tests.trainer_models import DATA, Line, arguments
 
@@ -120,26 +118,6 @@ def test_a_state_takes_a_list_of_callbacks() -> None:
     state = TrainerState(stateful_callbacks=[TrainerControl(), stopping], log_history=None)  # type: ignore[arg-type]
     assert state.stateful_callbacks["EarlyStoppingCallback"] == stopping.state()
     assert state.log_history == []
-
-
-@dataclass
-class _Hooks:
-    callback_handler: CallbackHandler
-    control: TrainerControl
-    args: Any = None
-    state: Any = None
-
-
-@pytest.mark.parametrize("event", EVENTS)
-def test_an_event_without_listeners_clears_the_flags_that_the_handler_clears(event: str) -> None:
-    handler = CallbackHandler([], None, None, None, None)
-    flags = dict.fromkeys(
-        ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log"), True
-    )
-    expected = getattr(handler, event)(None, None, TrainerControl(**flags))
-    hooks: Any = _Hooks(handler, TrainerControl(**flags))
-    assert notify(hooks, event) is hooks.control
-    assert hooks.control == expected
 
 
 @pytest.mark.parametrize("method", ["on_optimizer_step", "call_event"])

@@ -189,11 +189,6 @@ def test_a_wrong_key_for_the_accelerator(tmp_path: Path) -> None:
         Trainer(Line(), _args(tmp_path, accelerator_config={"gradient_accumulation_kwargs": {"num_step": 2}}))
 
 
-def test_two_callbacks_of_one_class_are_told(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="a EarlyStoppingCallback has already been added"):
-        Trainer(Line(), _args(tmp_path), callbacks=[EarlyStoppingCallback, EarlyStoppingCallback()])
-
-
 def test_predictions_that_cannot_be_joined(tmp_path: Path) -> None:
     class Shapes(Line):
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.trainer_models import (
     net_data,
     stacked,
     train_rows_plainly,
+    warnings_of,
 )
 
 PER_BATCH = 4
@@ -196,13 +196,6 @@ def test_a_loss_function_is_called_without_labels_where_the_batch_has_none(tmp_p
     assert given == [(None, None)] * 2
 
 
-def _warned(trainer: Trainer) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        trainer.train()
-    return [str(one.message) for one in found if issubclass(one.category, EchelonWarning)]
-
-
 def _ignoring(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return F.cross_entropy(outputs["logits"], labels)
 
@@ -235,13 +228,13 @@ def test_a_loss_that_is_not_divided_by_the_number_is_told_once_where_that_matter
         return trainer_class(model_class(), args, train_dataset=net_data(12), **options)
 
     trainer = make(3)
-    (told,) = _warned(trainer)
+    (told,) = warnings_of(trainer.train)
     assert told.startswith(f"{who} accepts num_items_in_batch")
     assert "counts 3 times in the gradients and in the logs (3 batches of an update)" in told
     assert remedy in told
     mean = make(1)
-    assert not _warned(mean)  # nothing to divide by
-    assert not _warned(make(3, parity="exact"))
+    assert not warnings_of(mean.train)  # nothing to divide by
+    assert not warnings_of(make(3, parity="exact").train)
 
 
 def test_the_remedies_of_that_warning_make_the_loss_a_mean(tmp_path: Path) -> None:
@@ -262,7 +255,7 @@ def test_the_remedies_of_that_warning_make_the_loss_a_mean(tmp_path: Path) -> No
         Trainer(Net(), args, train_dataset=rows, compute_loss_func=lambda out, y: F.cross_entropy(out["logits"], y)),
         Trainer(Net(), args, train_dataset=rows, compute_loss_func=divided),
     ):
-        assert not _warned(trainer)
+        assert not warnings_of(trainer.train)
         assert trainer.state.log_history[0]["loss"] == pytest.approx(mean, rel=1e-12)
 
 

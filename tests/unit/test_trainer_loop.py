@@ -27,7 +27,7 @@ from echelon.trainer import (
     TrainingArguments,
 )
 from echelon.trainer.callbacks.callback_handler import EVENTS
-from tests.trainer_models import DATA, Line, arguments as _args
+from tests.trainer_models import DATA, Line, RecordingTrainer, arguments as _args
 
 
 class Bare(nn.Module):
@@ -116,40 +116,6 @@ def test_what_callbacks_asked_for_is_forgotten_in_time() -> None:
     }
 
 
-def test_the_handler_s_events_are_methods_as_subclasses_call_them() -> None:
-    seen = {}
-
-    class Looks(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            seen.update(logs)
-
-    handler = CallbackHandler([Looks], None, None, None, None)
-    handler.on_log(TrainingArguments(), TrainerState(), TrainerControl(), {"loss": 1.0})
-    handler.on_step_end(TrainingArguments(), TrainerState(), TrainerControl())
-    assert seen == {"loss": 1.0}
-    assert not hasattr(handler, "on_nothing")
-
-
-def test_the_model_is_in_training_mode_for_every_step(tmp_path: Path) -> None:
-    modes = []
-
-    class Looks(Trainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            modes.append(model.training)
-            return super().training_step(model, inputs, num_items_in_batch)
-
-        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-            self.model_wrapped.eval()  # as overrides copied from elsewhere leave it
-            return super().evaluation_loop(*args, **kwargs)
-
-    args = _args(tmp_path, eval_strategy="steps", eval_steps=2)
-    trainer = Looks(Line().eval(), args, train_dataset=DATA, eval_dataset=DATA)
-    trainer.train()
-    assert modes == [True] * 5
-    trainer.evaluate()
-    assert not trainer.model.training
-
-
 def test_a_loss_that_needs_no_labels_is_evaluated(tmp_path: Path) -> None:
     class Reconstructs(Trainer):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
@@ -210,14 +176,7 @@ class _LeavesUpdate(TrainerCallback):
             setattr(control, self.what, True)
 
 
-def _leaving(folder: Path, what: str, **options: Any) -> tuple[Trainer, Recorder, list[list[float]]]:
-    seen: list[list[float]] = []
-
-    class Seeing(Trainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            seen.append(inputs["x"].flatten().tolist())
-            return super().training_step(model, inputs, num_items_in_batch)
-
+def _leaving(folder: Path, what: str, **options: Any) -> tuple[RecordingTrainer, Recorder]:
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, "num_train_epochs": 2, "optim": "sgd",
         "train_sampling_strategy": "sequential", "learning_rate": 0.001, "lr_scheduler_type": "constant",
@@ -225,15 +184,15 @@ def _leaving(folder: Path, what: str, **options: Any) -> tuple[Trainer, Recorder
     }  # fmt: skip
     recorder = Recorder()
     args = _args(folder, **{**settings, **options})
-    trainer = Seeing(Line(), args, train_dataset=DATA[:9], callbacks=[recorder, _LeavesUpdate(what)])
+    trainer = RecordingTrainer(Line(), args, train_dataset=DATA[:9], callbacks=[recorder, _LeavesUpdate(what)])
     trainer.train()
-    return trainer, recorder, seen
+    return trainer, recorder
 
 
 def test_a_callback_can_end_the_training_within_an_update(tmp_path: Path) -> None:
-    trainer, recorder, seen = _leaving(tmp_path, "should_training_stop", logging_steps=1)
+    trainer, recorder = _leaving(tmp_path, "should_training_stop", logging_steps=1)
     # The first update has three batches; of the second the first one ran, and nothing is stepped with.
-    assert [row[0] for row in seen] == [0.0, 1.0, 2.0, 3.0]
+    assert trainer.samples() == [0.0, 1.0, 2.0, 3.0]
     assert trainer.state.global_step == 1
     assert recorder.events[-4:] == ["on_substep_end", "on_epoch_end", "on_log", "on_train_end"]
     assert recorder.events.count("on_optimizer_step") == 1
@@ -245,8 +204,8 @@ def test_a_callback_can_end_the_training_within_an_update(tmp_path: Path) -> Non
 
 
 def test_a_callback_can_end_the_pass_within_an_update_whose_gradients_are_dropped(tmp_path: Path) -> None:
-    trainer, recorder, seen = _leaving(tmp_path, "should_epoch_stop")
-    assert [row[0] for row in seen] == [0.0, 1.0, 2.0, 3.0] + [float(i) for i in range(9)]
+    trainer, recorder = _leaving(tmp_path, "should_epoch_stop")
+    assert trainer.samples() == [0.0, 1.0, 2.0, 3.0] + [float(i) for i in range(9)]
     assert trainer.state.global_step == 4
     assert recorder.events.count("on_epoch_begin") == 2
     weight = bias = 0.0  # a plain loop of the updates that were made
@@ -258,8 +217,8 @@ def test_a_callback_can_end_the_pass_within_an_update_whose_gradients_are_droppe
 
 
 def test_an_exact_training_ends_after_the_update(tmp_path: Path) -> None:
-    trainer, _, seen = _leaving(tmp_path, "should_training_stop", parity="exact")
-    assert len(seen) == 6
+    trainer, _ = _leaving(tmp_path, "should_training_stop", parity="exact")
+    assert len(trainer.seen) == 6
     assert trainer.state.global_step == 2
 
 
@@ -564,16 +523,11 @@ def _mse(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Ten
 
 
 def test_the_order_is_the_permutation_of_seed_and_pass(tmp_path: Path) -> None:
-    seen: list[float] = []
-
-    class Looks(Trainer):
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-            seen.extend(inputs["x"].flatten().tolist())
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    Looks(Line(), _args(tmp_path, num_train_epochs=2, seed=5, data_seed=9), train_dataset=DATA).train()
+    args = _args(tmp_path, num_train_epochs=2, seed=5, data_seed=9)
+    trainer = RecordingTrainer(Line(), args, train_dataset=DATA)
+    trainer.train()
     expected = [torch.randperm(10, generator=torch.Generator().manual_seed(9 + epoch)).tolist() for epoch in (0, 1)]
-    assert seen == expected[0] + expected[1]
+    assert trainer.samples() == expected[0] + expected[1]
 
 
 def test_checkpoints_hold_weights_and_state_as_safetensors_and_json(tmp_path: Path) -> None:

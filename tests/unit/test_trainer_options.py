@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import math
 import sys
-import warnings
 from mmap import mmap
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,20 +22,17 @@ from torch.utils.data import DataLoader
 from echelon.base.errors import ConfigError, MissingExtraError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import (
-    EarlyStoppingCallback,
     EvalPrediction,
     NonFiniteError,
     NotebookProgressCallback,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     get_last_checkpoint,
 )
-from echelon.trainer.callbacks.callback_handler import CallbackHandler
-from echelon.trainer.data.length_grouped_sampler import LengthGroupedSampler
+from echelon.trainer.data.length_samplers import LengthGroupedSampler
 from echelon.trainer.features.auto_find_batch_size import smaller_batch_sizes
 from echelon.trainer.optim.optimizers import optimizer_class_and_arguments
-from tests.trainer_models import DATA, Line, arguments as _args
+from tests.trainer_models import DATA, Line, arguments as _args, warnings_of
 
 
 class Words(nn.Module):
@@ -503,12 +499,9 @@ def test_a_loader_of_a_subclass_has_the_global_batches_of_exact_updates(tmp_path
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "parity": "exact"}
     for name, steps in (("as in the arguments", 3), ("fixed", 5)):  # of 10 samples
         trainer = _OwnLoader(Line(), _args(tmp_path, run_name=name, **sizes), train_dataset=DATA)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.train()
+        texts = [text for text in warnings_of(trainer.train) if "get_train_dataloader" in text]
         assert trainer.state.global_step == steps
         assert trainer.args.train_batch_size == trainer._train_batch_size == 2
-        texts = [str(w.message) for w in caught if "get_train_dataloader" in str(w.message)]
         assert len(texts) == (name == "fixed")
         assert all("batches of 2 samples, but global_batch_size is 4" in text for text in texts)
 
@@ -792,18 +785,6 @@ def test_a_notebook_shows_a_bar_and_a_table(tmp_path: Path) -> None:
 
 
 # ---- states of callbacks, checkpoints ----------------------------------------------------------------------------------
-
-
-def test_callbacks_get_their_saved_state_back() -> None:
-    handler = CallbackHandler([EarlyStoppingCallback(), TrainerCallback()], None, None, None, None)
-    old = EarlyStoppingCallback(early_stopping_patience=4, early_stopping_threshold=0.5)
-    old.early_stopping_patience_counter = 3
-    handler.restore({"EarlyStoppingCallback": old.state(), "TrainerControl": {"args": {}}})
-    found = handler.callbacks[0]
-    assert isinstance(found, EarlyStoppingCallback)
-    assert vars(found) == vars(old)
-    handler.on_step_begin(None, None, SimpleNamespace())
-    assert handler.listeners["on_evaluate"] == [found]
 
 
 def test_the_last_checkpoint_is_the_newest_that_is_whole(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from echelon import Accelerator, Trainer, TrainingArguments
-from echelon.base.warnings import EchelonWarning
 from echelon.distributed import shard
-from tests.trainer_models import EndsAfter, RecordingModel, arguments, logged
+from tests.trainer_models import EndsAfter, RecordingModel, arguments, logged, warnings_of
 
 
 class Stream(IterableDataset[Any]):
@@ -86,13 +84,6 @@ def _arguments(folder: Path, **options: Any) -> TrainingArguments:
     return arguments(folder, per_device_eval_batch_size=2, logging_steps=1, **options)
 
 
-def _caught(run: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(w.message) for w in caught if issubclass(w.category, EchelonWarning)]
-
-
 CASES = [
     *((kind, accumulation, "off") for kind in (Trainer, Plain) for accumulation in (1, 2, 3)),
     (Trainer, 1, "exact"),
@@ -108,7 +99,7 @@ def test_every_sample_of_each_epoch_is_read_when_the_length_is_too_small(
         tmp_path, num_train_epochs=2, gradient_accumulation_steps=accumulation, learning_rate=0.6, parity=parity
     )
     trainer = kind(model, args, train_dataset=Stream(10, said=6))
-    texts = _caught(trainer.train)
+    texts = warnings_of(trainer.train)
     assert model.seen == 2 * [float(i) for i in range(10)]
     steps = -(-5 // accumulation)  # of five batches
     planned = 2 * -(-3 // accumulation)
@@ -130,7 +121,7 @@ def test_a_length_that_is_too_large_is_reported(accumulation: int, tmp_path: Pat
     model = RecordingModel()
     args = _arguments(tmp_path, num_train_epochs=2, gradient_accumulation_steps=accumulation)
     trainer = Trainer(model, args, train_dataset=Stream(6, said=10))
-    (text,) = _caught(trainer.train)
+    (text,) = warnings_of(trainer.train)
     assert model.seen == 2 * [float(i) for i in range(6)]
     assert trainer.state.global_step == 2 * -(-3 // accumulation)
     assert "epoch 1 had 3 batches" in text
@@ -141,7 +132,7 @@ def test_a_length_that_is_too_large_is_reported(accumulation: int, tmp_path: Pat
 def test_max_steps_bounds_the_training_and_the_data_their_epoch(said: int, seen: list[int], tmp_path: Path) -> None:
     model = RecordingModel()
     trainer = Trainer(model, _arguments(tmp_path, max_steps=7), train_dataset=Stream(10, said=said))
-    (text,) = _caught(trainer.train)
+    (text,) = warnings_of(trainer.train)
     assert model.seen == [float(i) for i in seen]
     assert trainer.state.global_step == trainer.state.max_steps == 7
     assert "epoch 1 had 5 batches" in text
@@ -150,7 +141,7 @@ def test_max_steps_bounds_the_training_and_the_data_their_epoch(said: int, seen:
 def test_a_part_of_an_epoch_is_as_long_as_it_was_planned(tmp_path: Path) -> None:
     model = RecordingModel()
     args = _arguments(tmp_path, num_train_epochs=1.5)
-    _caught(Trainer(model, args, train_dataset=Stream(10, said=8)).train)  # 4 batches: 2 are half of them
+    warnings_of(Trainer(model, args, train_dataset=Stream(10, said=8)).train)  # 4 batches: 2 are half of them
     assert model.seen == [float(i) for i in (*range(10), *range(4))]
 
 
@@ -159,7 +150,7 @@ def test_a_limit_is_kept(tmp_path: Path) -> None:
     trainer = Trainer(
         model, _arguments(tmp_path, num_train_epochs=2, limit_train_batches=2), train_dataset=Stream(10, 8)
     )
-    assert _caught(trainer.train) == []
+    assert warnings_of(trainer.train) == []
     assert model.seen == 2 * [0.0, 1.0, 2.0, 3.0]
 
 
@@ -167,7 +158,7 @@ def test_a_limit_is_kept(tmp_path: Path) -> None:
 def test_an_endless_stream_is_limited_with_a_warning(kind: type[Trainer], tmp_path: Path) -> None:
     model = RecordingModel()
     trainer = kind(model, _arguments(tmp_path, num_train_epochs=2), train_dataset=Stream(None, said=6))
-    (text,) = _caught(trainer.train)
+    (text,) = warnings_of(trainer.train)
     assert model.seen == [float(i) for i in (*range(12), *range(6))]  # twice as much as it says, and from then on that
     assert "epoch 1 had 6 batches" in text
     assert "with more to come" in text
@@ -180,7 +171,7 @@ def test_the_length_of_a_sampler_may_be_wrong_too(real: int, said: int, tmp_path
     data = [{"x": torch.tensor([float(i)])} for i in range(12)]
     trainer = ByItsSampler(model, _arguments(tmp_path, num_train_epochs=1), train_dataset=data)
     trainer.given = Samples(real, said)
-    (text,) = _caught(trainer.train)
+    (text,) = warnings_of(trainer.train)
     assert model.seen == [float(i) for i in range(real)]
     assert f"epoch 1 had {real // 2} batches" in text
     assert "the data's length (Samples.__len__, " in text
@@ -202,7 +193,7 @@ def test_training_with_a_wrong_length_resumes_from_each_step(
         model = RecordingModel()
         args = _arguments(folder, num_train_epochs=2, **options)
         trainer = Trainer(model, args, train_dataset=Places(real, said), callbacks=list(callbacks))
-        _caught(lambda: trainer.train(resume_from_checkpoint=resume))
+        warnings_of(lambda: trainer.train(resume_from_checkpoint=resume))
         return model.seen, trainer
 
     whole, trainer = train(tmp_path / "whole")
@@ -225,7 +216,7 @@ def test_an_evaluation_reads_all_and_computes_its_metrics_at_the_end(said: int, 
     args = _arguments(tmp_path, batch_eval_metrics=True, label_names=["x"])
     trainer = Trainer(RecordingModel(), args, eval_dataset=Stream(6, said), compute_metrics=metrics)
     found = {}
-    assert _caught(lambda: found.update(trainer.evaluate())) == []
+    assert warnings_of(lambda: found.update(trainer.evaluate())) == []
     assert results == [(2, False), (2, False), (2, True)]
     assert found["eval_rows"] == 6.0
     results.clear()

@@ -339,7 +339,7 @@ _COMPOSED_WARNINGS = {
     *(
         "accelerator/prepare/prepare_arguments.py",
         "accelerator/update/unprepared_optimizer.py",
-        "trainer/batch_loss.py",
+        "trainer/trainer_methods.py",
     ),
     *("checkpoint/background_save.py", "distributed/checks/loader_agreement.py", "engines/dp.py"),
     *("trainer/arguments/renamed.py", "trainer/data/epoch_batches.py", "accelerator/update/exact_update.py"),

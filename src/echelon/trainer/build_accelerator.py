@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +23,9 @@ from echelon.accelerator.sequences import cuts_sequences
 from echelon.accelerator.setup.choose_precision import is_fastest
 from echelon.base.device import has_tf32
 from echelon.base.errors import ConfigError
-from echelon.trainer.arguments.deepspeed import deepspeed_plugin
-from echelon.trainer.arguments.devices import num_devices_of
-from echelon.trainer.arguments.fsdp import fsdp_plugin, parallelism
-from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.arguments.enums import suggest
+from echelon.trainer.arguments.plugins import deepspeed_plugin, fsdp_plugin, parallelism
+from echelon.trainer.arguments.training_arguments import TrainingArguments, num_devices_of
 from echelon.trainer.callbacks.trackers import tracker_settings
 
 __all__ = ["accelerator_arguments", "accumulation_options", "build_accelerator", "data_seed", "set_seeds"]
@@ -62,7 +60,11 @@ def build_accelerator(args: TrainingArguments, build_arguments: Callable[..., di
     num_steps = accumulation_options(args).get("num_steps")
     if num_steps is not None:
         args.gradient_accumulation_steps = num_steps
-    data_config = DataLoaderConfiguration(**_data_options(args), data_seed=data_seed(args))
+    given = _accelerator_config(args)
+    for name in given:
+        _check_key(name, (*_DATA_OPTIONS, *_OTHERS), "accelerator_config")
+    options: dict[str, Any] = {name: given.get(name, default) for name, default in _DATA_OPTIONS.items()}
+    data_config = DataLoaderConfiguration(**options, data_seed=data_seed(args))
     accelerator = Accelerator(**build_arguments(dataloader_config=data_config, fsdp_plugin=fsdp_plugin(args)))
     if accelerator.parity == "off" and cuts_sequences(accelerator):
         raise ConfigError(
@@ -84,6 +86,10 @@ def build_accelerator(args: TrainingArguments, build_arguments: Callable[..., di
 def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> dict[str, Any]:
     """Return the Accelerator arguments that ``args`` determines, without the two that depend on other objects."""
     is_exact = args.parity not in (None, "off")
+    uses_several = args.engine is None and args.n_gpu > 1 and num_devices_of(args, args.distributed_state) > 1
+    dynamo = None
+    if args.torch_compile:
+        dynamo = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     settings = tracker_settings(args)
     project = settings.setdefault("project_config", ProjectConfiguration())
     project.save_on_each_node, project.max_failed_saves = args.save_on_each_node, args.max_failed_saves
@@ -93,13 +99,13 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
         cpu=args.use_cpu,
         deepspeed_plugin=deepspeed_plugin(args),
         parallelism_config=parallelism(args),
-        dynamo_plugin=_dynamo(args),
+        dynamo_plugin=dynamo,
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
             _ddp_kwargs(args, model),
             InitProcessGroupKwargs(backend=args.ddp_backend, timeout=args.ddp_timeout_delta),
         ],
-        engine=_engine(args),
+        engine="dp" if uses_several else args.engine,
         parity=args.parity,
         seed=args.seed if is_exact else None,
         canonical_shards=args.canonical_shards,
@@ -144,13 +150,6 @@ def accumulation_options(args: TrainingArguments) -> dict[str, Any]:
     return given
 
 
-def _data_options(args: TrainingArguments) -> dict[str, Any]:
-    given = _accelerator_config(args)
-    for name in given:
-        _check_key(name, (*_DATA_OPTIONS, *_OTHERS), "accelerator_config")
-    return {name: given.get(name, default) for name, default in _DATA_OPTIONS.items()}
-
-
 def _accelerator_config(args: TrainingArguments) -> dict[str, Any]:
     given = args.accelerator_config or {}
     if isinstance(given, dict):
@@ -166,24 +165,11 @@ def _accelerator_config(args: TrainingArguments) -> dict[str, Any]:
 
 def _check_key(name: str, choices: tuple[str, ...], setting: str) -> None:
     if name not in choices:
-        near = difflib.get_close_matches(name, choices, n=1)
         raise ConfigError(
             f"{setting} has no key {name!r}",
             where="TrainingArguments.accelerator_config",
-            do=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(choices)}",
+            do=suggest(name, choices, otherwise=f"use one of {', '.join(choices)}"),
         )
-
-
-def _engine(args: TrainingArguments) -> str | None:
-    """Return the engine for the Accelerator; None lets it choose."""
-    uses_several = args.engine is None and args.n_gpu > 1 and num_devices_of(args, args.distributed_state) > 1
-    return "dp" if uses_several else args.engine
-
-
-def _dynamo(args: TrainingArguments) -> TorchDynamoPlugin | None:
-    if not args.torch_compile:
-        return None
-    return TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 
 
 def _set_tf32(wanted: bool, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Computes mean losses between two logs without synchronizing with the device at every step."""
+"""Mean losses between two logs and of a whole run, without synchronizing with the device at every step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from echelon.accelerator import Accelerator
 
-__all__ = ["LossWindow", "MeanLoss"]
+__all__ = ["MeanLoss"]
 
 # Number of losses kept on the device before they are summed on the CPU in float64, which synchronizes.
 _PENDING = 512
@@ -19,72 +19,8 @@ def _no_losses() -> torch.Tensor:
     return torch.zeros(4, dtype=torch.float64)
 
 
-class LossWindow:
-    """The losses on this rank since the last log, summed in float64."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        """Number of complete updates, including those before the checkpoint that the run resumed from."""
-        self._num_open = 0  # losses of the incomplete update
-        self._pending: list[torch.Tensor] = []
-        self._sums, self._before = _no_losses(), _no_losses()
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Add one forward pass's loss, already divided by its update's number of forward passes."""
-        self._pending.append(loss)
-        self._num_open += 1
-
-    def end_step(self) -> None:
-        """Count a complete update."""
-        self.num_steps += 1
-        self._num_open = 0
-        if len(self._pending) >= _PENDING:
-            self._fold()
-
-    def last(self, count: int) -> list[torch.Tensor]:
-        """Return the incomplete update's last ``count`` losses."""
-        return self._pending[-count:]
-
-    def take(self) -> torch.Tensor:
-        """Return and reset the window's sums [2, 4]: over all losses, and over those not restored from a checkpoint."""
-        self._fold()
-        result = torch.stack([self._before + self._sums, self._sums])
-        self._sums, self._before, self.num_steps = _no_losses(), _no_losses(), 0
-        return result
-
-    def total(self) -> float:
-        """Return the sum of the losses in the window, without resetting it."""
-        self._fold()
-        return float((self._before + self._sums)[3])
-
-    def state(self) -> tuple[torch.Tensor, int]:
-        """Return the window's sums and number of steps, without resetting them."""
-        self._fold()
-        return self._before + self._sums, self.num_steps
-
-    def restore(self, sums: torch.Tensor, num_steps: int) -> None:
-        """Restore what ``state`` returned."""
-        if sums.numel() == 3:  # saved by an older version, which summed only finite losses
-            sums = torch.cat([sums, sums[:1] if sums[1] == sums[2] else sums.new_full((1,), float("nan"))])
-        self._before, self.num_steps = sums, num_steps
-
-    def drop_open_step(self) -> None:
-        """Drop the losses of an incomplete update that will not be completed."""
-        del self._pending[len(self._pending) - self._num_open :]
-        self._num_open = 0
-
-    def _fold(self) -> None:
-        if not self._pending:
-            return
-        losses = torch.stack(self._pending).cpu().double()
-        self._pending.clear()
-        finite = torch.isfinite(losses)
-        sums = (torch.where(finite, losses, 0.0).sum(), finite.sum(), losses.numel(), losses.sum())
-        self._sums += torch.tensor([float(part) for part in sums], dtype=torch.float64)
-
-
 class MeanLoss:
-    """The mean loss across all ranks, both since the last log and since training started.
+    """The mean loss across all ranks, both since the last log (the window) and since training started.
 
     Args:
         accelerator: reduces the losses across ranks; in the exact modes, each rank already has the global mean.
@@ -92,9 +28,15 @@ class MeanLoss:
     """
 
     def __init__(self, accelerator: Accelerator, *, filtered: bool) -> None:
-        self.window = LossWindow()
         self.last_logged_step = 0
         """The step at which metrics were last logged."""
+        self._num_steps = (
+            0  # complete updates in the window, also those before the checkpoint that the run resumed from
+        )
+        self._num_open = 0  # losses of the incomplete update
+        self._pending: list[torch.Tensor] = []
+        self._sums = _no_losses()  # of the window, in this run, on this rank
+        self._before = _no_losses()  # of the window, before the checkpoint that the run resumed from
         self._final_window: float | None = None  # the sum of the window that ``end`` has ended
         self._total = _no_losses()  # of the windows that ``take`` has returned, or as set
         self._uncounted = _no_losses()  # of the windows that were ended without a log; set_sum may include them
@@ -103,12 +45,33 @@ class MeanLoss:
         self._num_ranks = 1 if accelerator.parity != "off" else accelerator.session.num_readers
         self._filtered = filtered
 
+    def add(self, loss: torch.Tensor) -> None:
+        """Add one forward pass's loss, already divided by its update's number of forward passes."""
+        self._pending.append(loss)
+        self._num_open += 1
+
+    def end_step(self) -> None:
+        """Count a complete update."""
+        self._num_steps += 1
+        self._num_open = 0
+        if len(self._pending) >= _PENDING:
+            self._fold()
+
+    def last(self, count: int) -> list[torch.Tensor]:
+        """Return the incomplete update's last ``count`` losses."""
+        return self._pending[-count:]
+
+    def drop_open_step(self) -> None:
+        """Drop the losses of an incomplete update that will not be completed."""
+        del self._pending[len(self._pending) - self._num_open :]
+        self._num_open = 0
+
     def take(self) -> float:
-        """Return the mean loss over the steps since the last call.
+        """Return the mean loss over the steps since the last call, and start a new window.
 
         Collective: call on every rank.
         """
-        num_steps, sums = self.window.num_steps, self._sum_over_ranks(self.window.take())
+        num_steps, sums = self._num_steps, self._take_window()
         self._total += sums[1] + self._uncounted
         self._uncounted, self._num_steps_counted = _no_losses(), 0
         return self._mean(sums[0], num_steps=num_steps)
@@ -118,12 +81,15 @@ class MeanLoss:
 
         Collective: call on every rank.
         """
-        self._final_window = self.window.total()
+        self._final_window = self.window_sum()
         self.take()
 
     def window_sum(self) -> float:
         """Return the sum of this rank's losses since the last log, also after the end of training."""
-        return self.window.total() if self._final_window is None else self._final_window
+        if self._final_window is not None:
+            return self._final_window
+        self._fold()
+        return float((self._before + self._sums)[3])
 
     def set_last_logged_step(self, step: int) -> None:
         """Set the step at which metrics were last logged, for an override that logs.
@@ -136,8 +102,8 @@ class MeanLoss:
         if step == self.last_logged_step:
             return
         self.last_logged_step = step
-        is_counted = self.window.num_steps > 0 and self.window.num_steps == self._num_steps_counted
-        sums = self._sum_over_ranks(self.window.take())
+        is_counted = self._num_steps > 0 and self._num_steps == self._num_steps_counted
+        sums = self._take_window()
         self._uncounted += 0 if is_counted else sums[1]
         self._num_steps_counted = 0
 
@@ -147,10 +113,11 @@ class MeanLoss:
 
     def set_sum(self, value: float) -> None:
         """Set the value that ``sum`` returns, which then includes all steps so far."""
-        total = value * self._num_ranks
-        count = float((self._total + self._uncounted + self._num_ranks * self.window.state()[0])[2])
+        self._fold()
+        total, window = value * self._num_ranks, self._before + self._sums
+        count = float((self._total + self._uncounted + self._num_ranks * window)[2])
         self._total = torch.tensor([total, count, count, total], dtype=torch.float64)
-        self._uncounted, self._num_steps_counted = _no_losses(), self.window.num_steps
+        self._uncounted, self._num_steps_counted = _no_losses(), self._num_steps
 
     def total(self, *, num_steps: int) -> float:
         """Return the mean loss over all ``num_steps`` steps since training started."""
@@ -161,10 +128,33 @@ class MeanLoss:
 
         Collective: call on every rank.
         """
-        sums, num_steps = self.window.state()
+        self._fold()
+        sums = self._before + self._sums
         if self._num_ranks > 1:
             sums = self._sum_over_ranks(sums) / self._num_ranks
-        return {"sums": sums, "num_steps": num_steps}
+        return {"sums": sums, "num_steps": self._num_steps}
+
+    def restore(self, sums: torch.Tensor, num_steps: int) -> None:
+        """Restore what ``state`` returned."""
+        if sums.numel() == 3:  # saved by an older version, which summed only finite losses
+            sums = torch.cat([sums, sums[:1] if sums[1] == sums[2] else sums.new_full((1,), float("nan"))])
+        self._before, self._num_steps = sums, num_steps
+
+    def _take_window(self) -> torch.Tensor:
+        """Return and reset the window's sums [2, 4]: over all losses, and over those not restored from a checkpoint."""
+        self._fold()
+        sums = torch.stack([self._before + self._sums, self._sums])
+        self._sums, self._before, self._num_steps = _no_losses(), _no_losses(), 0
+        return self._sum_over_ranks(sums)
+
+    def _fold(self) -> None:
+        if not self._pending:
+            return
+        losses = torch.stack(self._pending).cpu().double()
+        self._pending.clear()
+        finite = torch.isfinite(losses)
+        sums = (torch.where(finite, losses, 0.0).sum(), finite.sum(), losses.numel(), losses.sum())
+        self._sums += torch.tensor([float(part) for part in sums], dtype=torch.float64)
 
     def _sum_over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
         if self._num_ranks == 1:
@@ -173,15 +163,9 @@ class MeanLoss:
         return total.cpu()
 
     def _mean(self, sums: torch.Tensor, *, num_steps: int) -> float:
-        return _mean_loss(sums, num_steps=num_steps * self._num_ranks, filtered=self._filtered)
-
-
-def _mean_loss(sums: torch.Tensor, *, num_steps: int, filtered: bool) -> float:
-    total, finite, count, everything = sums.tolist()
-    if finite == count or not filtered:
-        return _ratio(everything, num_steps)
-    return _ratio(total * count / finite, num_steps) if finite else float("nan")
-
-
-def _ratio(total: Any, num_steps: int) -> float:
-    return float(total) / num_steps if num_steps else 0.0
+        total, finite, count, everything = sums.tolist()
+        if finite != count and self._filtered:
+            if not finite:
+                return float("nan")
+            everything = total * count / finite
+        return float(everything) / (num_steps * self._num_ranks) if num_steps else 0.0

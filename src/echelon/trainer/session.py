@@ -4,22 +4,109 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
+from torch import nn
+
+from echelon.accelerator.pipeline import Pipeline
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
-from echelon.trainer.data.loader_source import LoaderSource
+from echelon.trainer.data.data_loaders import LoaderSource
 from echelon.trainer.features.hub import HubUpload
-from echelon.trainer.features.hyperparameter_search import SearchState
 from echelon.trainer.features.memory_metrics import MemoryMeter
-from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.loss_window import MeanLoss
-from echelon.trainer.model_interface import ModelInterface
-from echelon.trainer.optim.prepared_optimizer import PreparedOptimizer
-from echelon.trainer.running import LoadedCheckpoint, RunningCall, RunningLoop
+from echelon.trainer.results import TrainOutput
 from echelon.trainer.training_plan import TrainingPlan
 
-__all__ = ["EvaluationState", "TrainerSession", "UpdateSize", "global_batch_size"]
+__all__ = [
+    "DerivedAttributes",
+    "EvaluationState",
+    "ModelInterface",
+    "PreparedOptimizer",
+    "TrainerSession",
+    "UpdateSize",
+    "global_batch_size",
+]
+
+
+class RunningCall(Protocol):
+    """A call of ``Trainer.train`` (``trainer/training_run.py``); each method implements one of the Trainer's."""
+
+    def train(
+        self, batch_size: int | None, *, resume_from_checkpoint: str | None, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput: ...
+    def set_batch_size(self, batch_size: int) -> None: ...
+    def init_state(
+        self, max_steps: int, steps_per_epoch: int, num_epochs: int, checkpoint: str | None
+    ) -> tuple[int, int]: ...
+    def prepare(self, max_steps: int, loader: Any) -> tuple[nn.Module, Any]: ...
+
+
+class RunningLoop(Protocol):
+    """The loop of a call, once it is prepared (``trainer/loop.py``)."""
+
+    def run_epoch(self, epoch: int, loader: Any) -> None: ...
+    def log_evaluate_save(self, grad_norm: Any = None, learning_rate: float | None = None) -> None: ...
+    def evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float] | None: ...
+    def load_rng_state(self) -> None: ...
+    def finalize(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput: ...
+
+
+class LoadedCheckpoint(Protocol):
+    """The checkpoint that a call resumes from (``trainer/checkpoint/resume_point.py``)."""
+
+    def load_optimizer_and_scheduler(self, folder: Path) -> None: ...
+    def load_scaler(self, folder: Path) -> None: ...
+
+
+class RunningTrial(Protocol):
+    """The trial of a search that is running (``trainer/features/hyperparameter_search.py``)."""
+
+    name: str
+    values: Any
+
+    def report_evaluation(self, metrics: dict[str, float], *, step: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DerivedAttributes:
+    """Attributes of a Trainer that are derived from its model."""
+
+    model_accepts_loss_kwargs: bool
+    label_names: tuple[str, ...]
+    can_return_loss: bool
+
+
+@dataclass(kw_only=True)
+class ModelInterface:
+    """How the model and the loss functions are called."""
+
+    overrides_compute_loss: bool
+    computes_own_loss: bool
+    """Whether the loss is computed outside the model."""
+    num_positional: int | None
+    """Number of positional parameters that forward takes; None for any number."""
+    is_causal: bool
+    shifts_labels: bool
+    """Whether the loss shifts the labels; a subclass may have set it."""
+    derived_shifts_labels: bool
+    derived: DerivedAttributes
+    """The values that the inspection gave to the Trainer's attributes; a subclass or a script may have set others."""
+    infers_labels: bool
+    """Whether the label column is assumed to be ``labels``: True if forward takes no labels and ``label_names`` is not
+    set."""
+    compute_loss_takes_items: bool
+    loss_func_takes_items: bool
+    watches_items: bool
+    """Whether to check that computing the next loss uses the update's number of labels, if it is counted."""
+    may_miss_items: bool = True
+    """Whether to warn when ``compute_loss_func`` gets no number of labels."""
+    counts_flops: bool
+    num_parameters: int | None
+    """Number of parameters excluding embeddings, or None for models that do not count them."""
+    overrides_save_model: bool
 
 
 class UpdateSize(NamedTuple):
@@ -29,6 +116,28 @@ class UpdateSize(NamedTuple):
     """Samples per forward pass."""
     accumulation_steps: int
     """Number of forward passes."""
+
+
+@dataclass
+class PreparedOptimizer:
+    """Optimizer and scheduler state that is not in the Trainer's attributes."""
+
+    is_prepared: bool = False
+    """Whether the model, optimizer and scheduler are prepared."""
+    scheduler: Any = None
+    """The prepared scheduler."""
+    is_foreign_scheduler: bool = False
+    """Whether the scheduler is not a torch ``LRScheduler``, so that the Accelerator does not save it."""
+    pipeline: Pipeline | None = None
+    """The model's stages on this rank (``pp_size``)."""
+    steps_per_update: bool = True
+    """Whether the scheduler steps after each update; otherwise, it steps with each evaluation's metric."""
+    created_scheduler: bool = False
+    """Whether the Trainer has created the scheduler."""
+    saved_state: dict[str, Any] | None = None
+    """The optimizer's whole state on the saving rank, while a checkpoint in transformers' format is written."""
+    has_other_gradients: bool = False
+    """Whether the model has trainable weights that the optimizer does not contain."""
 
 
 @dataclass
@@ -51,22 +160,19 @@ class EvaluationState:
 class TrainerSession:
     """One Trainer's components."""
 
-    base: type[Any]
-    """The class whose methods do not count as overridden."""
-    internals: type[Any]
-    """The base class of ``base`` that defines transformers' private methods."""
     run: RunningCall | None = None
     """The running ``Trainer.train`` call; None outside training, like ``resumed`` and ``loop``."""
     resumed: LoadedCheckpoint | None = None
     """The checkpoint that the running call resumes from."""
     loop: RunningLoop | None = None
     """The running call's loop, once it is prepared."""
+    trial: RunningTrial | None = None
+    """The running trial; None outside a search."""
     losses: MeanLoss | None = None
     """The losses of the latest training run; None before the first run."""
     cursor: TrainCursor = field(default_factory=TrainCursor)
     optimizer: PreparedOptimizer = field(default_factory=PreparedOptimizer)
     evaluation: EvaluationState = field(default_factory=EvaluationState)
-    search: SearchState = field(default_factory=SearchState)
     interface: ModelInterface = field(init=False)
     memory: MemoryMeter = field(init=False)
     hub: HubUpload = field(init=False)
@@ -100,13 +206,6 @@ class TrainerSession:
     is_warned_of_other_state: bool = False
     """Whether a warning has named entries of the model's state dict that are not tensors."""
 
-    def is_overridden(self, hooks: TrainerHooks, name: str) -> bool:
-        """Return whether a subclass, or an assignment to the Trainer or its class, replaces a method of ``internals``.
-
-        Ask only where an override changes more than the method's own work, for example the number of calls.
-        """
-        return name in vars(hooks) or getattr(type(hooks), name) is not getattr(self.internals, name)
-
     def update_size(self, args: TrainingArguments) -> UpdateSize:
         """Return the size of an update, which ``auto_find_batch_size`` may have changed."""
         return self.fitted or UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)
@@ -120,8 +219,7 @@ class TrainerSession:
         return self._of_trial(Path(args.output_dir or "trainer_output"))
 
     def _of_trial(self, folder: Path) -> Path:
-        trial = self.search.trial
-        return folder if trial is None else folder / trial.name
+        return folder if self.trial is None else folder / self.trial.name
 
 
 def global_batch_size(args: TrainingArguments, num_readers: int) -> int:

@@ -2,64 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
-from pathlib import Path
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from echelon.accelerator import Accelerator
 from echelon.accelerator.checkpoint.folders import require_folder
+from echelon.base.errors import UsageError
 from echelon.base.keywords import suggest_keywords
-from echelon.trainer.argument_conflicts import check_model, choose_processing_class
-from echelon.trainer.arguments.devices import has_fixed_devices
-from echelon.trainer.arguments.training_arguments import TrainingArguments, set_num_devices
-from echelon.trainer.batch_loss import compute_loss, run_training_step
-from echelon.trainer.build_accelerator import build_accelerator, set_seeds
+from echelon.base.lengths import length_of
+from echelon.base.logging import get_logger
+from echelon.base.warnings import warn
+from echelon.trainer.arguments.enums import IntervalStrategy
+from echelon.trainer.arguments.training_arguments import TrainingArguments, has_fixed_devices, set_num_devices
+from echelon.trainer.build_accelerator import set_seeds
 from echelon.trainer.callbacks.built_in import built_in_callbacks, progress_callback
 from echelon.trainer.callbacks.callback_handler import CallbackHandler, TrainerCallback
 from echelon.trainer.checkpoint.checkpoint_folders import STATE_FILE
-from echelon.trainer.checkpoint.save_model import save_model, save_model_and_wait
-from echelon.trainer.checkpoint.train_cursor import TrainCursor
+from echelon.trainer.checkpoint.save import CheckpointWriter
 from echelon.trainer.data import data_loaders
 from echelon.trainer.data.collators import PaddingCollator, Tokenizer, default_data_collator
-from echelon.trainer.evaluation.evaluation_loop import evaluate, predict, run_evaluation
-from echelon.trainer.evaluation.metric_reports import metrics_format, metrics_table, write_metrics
-from echelon.trainer.evaluation.prediction_step import predict_batch
-from echelon.trainer.features.hub import HubUpload, push, write_card
+from echelon.trainer.evaluation.evaluation_loop import measure_evaluation, predict_batch, run_evaluation
+from echelon.trainer.features.hub import HubUpload
 from echelon.trainer.features.hyperparameter_search import BestRun, default_compute_objective, search
 from echelon.trainer.features.memory_metrics import MemoryMeter
-from echelon.trainer.hooks import notify, record_logs
-from echelon.trainer.internals import TrainerInternals
-from echelon.trainer.model_interface import flops_of, inspect_model, set_up_model
+from echelon.trainer.features.model_changes import inspect_model, set_up_model
 from echelon.trainer.model_loss import LabelSmoother
-from echelon.trainer.optim.optimizers import decay_parameter_names, find_param_group, optimizer_class_and_arguments
-from echelon.trainer.optim.prepared_optimizer import create_optimizer, create_scheduler
-from echelon.trainer.results import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput
-from echelon.trainer.session import TrainerSession, global_batch_size
-from echelon.trainer.signatures import new_model
+from echelon.trainer.optim.optimizers import find_param_group, param_groups_of
+from echelon.trainer.results import (
+    EvalLoopOutput,
+    EvalPrediction,
+    PredictionOutput,
+    TrainOutput,
+    metrics_format,
+    metrics_table,
+    write_metrics,
+)
+from echelon.trainer.session import TrainerSession
+from echelon.trainer.signatures import takes
 from echelon.trainer.state import TrainerControl, TrainerState
+from echelon.trainer.trainer_methods import TrainerMethods, log, notify
+from echelon.trainer.training_plan import no_length_error
 from echelon.trainer.training_run import TrainingRun
 from echelon.trainer.unread_members import check_attributes, check_overrides
-from echelon.trainer.verbosity import set_log_level
 
 __all__ = ["Trainer"]
 
-_NO_CONTEXT = nullcontext()  # has no state
+logger = get_logger(__name__)
 
 
 @suggest_keywords
-class Trainer(TrainerInternals):
+class Trainer(TrainerMethods):
     """Trains, evaluates and predicts, on one process or many.
 
     The arguments' names, order and defaults match transformers' Trainer. Every method can be overridden, including
-    transformers' private methods (``TrainerInternals``). An override of ``compute_loss`` may have three or four
+    transformers' private methods (``TrainerMethods``). An override of ``compute_loss`` may have three or four
     parameters, ``training_step`` two or three, and ``log`` one or two.
 
     Args:
@@ -88,16 +90,6 @@ class Trainer(TrainerInternals):
         EchelonError: arguments conflict.
     """
 
-    loss_is_scaled_for_ga: bool | None = None
-    """Whether an overridden ``compute_loss`` divides by the whole update's number of labels. If False, the
-    loss is a mean over its batch, and the Trainer divides it by the update's number of batches. None means True if
-    ``compute_loss`` receives the number of labels."""
-
-    label_names: list[str]
-    can_return_loss: bool
-    model_accepts_loss_kwargs: bool
-    hub_model_id: str | None
-
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -117,27 +109,27 @@ class Trainer(TrainerInternals):
         tokenizer: Any = None,
     ) -> None:
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        self._session = TrainerSession(base=Trainer, internals=TrainerInternals)
+        self._session = TrainerSession()
         set_seeds(self.args)  # before model_init creates a model
         if has_fixed_devices(model):
             set_num_devices(self.args, min(self.args.n_gpu, 1))
-        check_model(model, model_init)
+        _check_model(model, model_init)
         if model is not None:
-            self.model: nn.Module = model
+            self.model = model
         self.create_accelerator_and_postprocess()
         memory = self._session.memory = MemoryMeter(self.accelerator.device, is_on=not self.args.skip_memory_metrics)
         if self.args.log_level != "passive":
-            set_log_level(self.args.get_process_log_level())
+            _set_log_level(self.args.get_process_log_level())
 
         self.train_dataset = data_loaders.as_dataset(train_dataset)
         self.eval_dataset = data_loaders.as_dataset(eval_dataset)
-        self.processing_class = choose_processing_class(processing_class, tokenizer)
+        self.processing_class = _choose_processing_class(processing_class, tokenizer)
         self.model_init = model_init
         self.compute_loss_func = compute_loss_func
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer: Any = optimizers[0]  # the prepared optimizer during training
-        self.lr_scheduler: Any = optimizers[1]
+        self.optimizer = optimizers[0]
+        self.lr_scheduler = optimizers[1]
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.label_smoother = LabelSmoother.of(self.args.label_smoothing_factor)
         self.neftune_noise_alpha = self.args.neftune_noise_alpha
@@ -149,14 +141,14 @@ class Trainer(TrainerInternals):
             self.create_accelerator_and_postprocess()
         self.place_model_on_device = self.args.place_model_on_device is not False
         set_up_model(self)
-        self.model_wrapped: nn.Module = self.model
-        self._session.interface = inspect_model(self, base=Trainer)
+        self.model_wrapped = self.model
+        self._session.interface = inspect_model(self)
         padding = PaddingCollator(self.processing_class) if isinstance(self.processing_class, Tokenizer) else None
-        self.data_collator: Callable[[Any], Any] = data_collator or padding or default_data_collator
+        self.data_collator = data_collator or padding or default_data_collator
         self._validate_args()
 
         self.is_in_train, self.current_flos = False, 0.0
-        self._signature_columns: list[str] | None = None
+        self._signature_columns = None
         self.hp_name = self.hp_search_backend = self.push_in_progress = self._trial = self.hub_model_id = None
         self.current_gradient_accumulation_steps = 1
         self.state = TrainerState(
@@ -176,15 +168,52 @@ class Trainer(TrainerInternals):
         self._session.own_attributes = frozenset(vars(self))
         notify(self, "on_init_end")
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create ``self.accelerator`` from the arguments. Collective: call on every rank."""
-        self.accelerator: Accelerator = build_accelerator(self.args, self._build_accelerator_args)
-        self.gather_function: Callable[..., Any] = self.accelerator.gather_for_metrics
-        self.is_deepspeed_enabled = self.accelerator.state.deepspeed_plugin is not None
-        self.is_fsdp_enabled = self.accelerator.state.fsdp_plugin is not None
-        self.accelerator.preemption.is_driven = True
-        self._session.cursor = TrainCursor()
-        self.accelerator.register_for_checkpointing(self._session.cursor)
+    def _validate_args(self) -> None:
+        """Check the constructor's arguments for conflicts.
+
+        Raises:
+            UsageError: arguments conflict, or a required one is missing.
+        """
+        if self.model_init is not None and not (self.optimizer is None and self.lr_scheduler is None):
+            raise UsageError(
+                "optimizers= belongs to one model, but model_init creates a new model for each call to train()",
+                where="Trainer(optimizers=, model_init=)",
+                do="pass model= instead of model_init=, or override create_optimizer_and_scheduler",
+            )
+        if self.optimizer_cls_and_kwargs is not None and self.optimizer is not None:
+            raise UsageError(
+                "optimizers and optimizer_cls_and_kwargs both define the optimizer",
+                where="Trainer(optimizers=, optimizer_cls_and_kwargs=)",
+                do="pass one of them",
+            )
+        if self.args.eval_strategy != IntervalStrategy.NO and self.eval_dataset is None:
+            raise UsageError(
+                f"eval_strategy={str(self.args.eval_strategy)!r}, but there is no eval_dataset",
+                where="Trainer(eval_dataset=)",
+                do="pass eval_dataset, or set eval_strategy='no'",
+            )
+        if self.args.max_steps > 0 and self.args.num_train_epochs > 0:
+            logger.info("max_steps=%d is set, so num_train_epochs has no effect", self.args.max_steps)
+        strategy = self.args.train_sampling_strategy
+        if strategy in ("group_by_length", "batch_rebalance") and isinstance(self.train_dataset, IterableDataset):
+            logger.warning(
+                "train_sampling_strategy=%r is ignored, because an IterableDataset determines the order of its samples "
+                "itself",
+                strategy,
+            )
+        batch_metrics = self.args.batch_eval_metrics and self.compute_metrics is not None
+        if batch_metrics and not takes(self.compute_metrics, "compute_result"):  # type: ignore[arg-type]
+            raise UsageError(
+                "batch_eval_metrics=True calls compute_metrics for each batch, but compute_metrics "
+                "has no parameter compute_result",
+                where="Trainer(compute_metrics=)",
+                do=(
+                    "add the parameter compute_result; when it is True (on the last batch), return the metrics over all "
+                    "batches"
+                ),
+            )
+        if self.train_dataset is not None and length_of(self.train_dataset) < 0 and self.args.max_steps <= 0:
+            raise no_length_error()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -217,130 +246,6 @@ class Trainer(TrainerInternals):
         run = TrainingRun(self, self._session, trial=trial, ignore_keys=ignore_keys_for_eval)
         return run.start(resume_from_checkpoint, kwargs)
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Compute a batch's loss and run the backward pass.
-
-        Args:
-            model: the wrapped model.
-            inputs: a batch.
-            num_items_in_batch: number of labels in the whole update across all ranks; None if the loss is not divided
-                by it.
-
-        Returns:
-            The detached loss, divided by the update's number of batches.
-
-        Collective: call on every rank for an update's last batch.
-        """
-        return run_training_step(self, self._session, model, inputs, num_items_in_batch)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """Return a batch's loss and, if ``return_outputs``, the model's outputs.
-
-        Called during training and evaluation. Override it if the model does not compute the loss.
-
-        Raises:
-            UsageError: the model returned no loss, for example because the batch has no labels.
-        """
-        loss, outputs = compute_loss(self, self._session, model, inputs, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
-
-    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """Return the context around ``compute_loss``; the model's forward applies autocast itself."""
-        return self.autocast_smart_context_manager()
-
-    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        """Return an empty context; kept because subclasses call it."""
-        return _NO_CONTEXT
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        """Return one update's batches and their number of labels (None if the loss is not divided by this number).
-
-        Collective: call on every rank if labels are counted across ranks.
-        """
-        samples = list(islice(epoch_iterator, num_batches))
-        return samples, self._get_num_items_in_batch(samples, device)
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Create ``self.optimizer`` and ``self.lr_scheduler``, unless they were given."""
-        self.create_optimizer()
-        self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Create ``self.optimizer`` from the arguments, unless it was given, and return it."""
-        if self.optimizer is None:
-            self.optimizer = create_optimizer(self, model if model is not None else self.model)
-        return self.optimizer  # type: ignore[no-any-return]
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
-        """Create ``self.lr_scheduler`` from the arguments, unless it was given, and return it."""
-        if self.lr_scheduler is None:
-            chosen = optimizer if optimizer is not None else self.optimizer
-            assert chosen is not None
-            self.lr_scheduler = create_scheduler(self, chosen, num_training_steps)
-            self._created_lr_scheduler = True
-        return self.lr_scheduler  # type: ignore[no-any-return]
-
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(
-        args: TrainingArguments, model: nn.Module | None = None
-    ) -> tuple[type[Optimizer], dict[str, Any]]:
-        """Return the optimizer's class and arguments."""
-        return optimizer_class_and_arguments(args, model)
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names of the parameters to decay: all except biases and normalization layers."""
-        return decay_parameter_names(model)
-
-    # ---- data --------------------------------------------------------------------------------------------------------
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the training data loader, sharded across ranks."""
-        data_loaders.require_train_dataset(self.train_dataset)
-        size = self._train_batch_size
-        if self.accelerator.parity != "off":
-            size = global_batch_size(self.args, self.accelerator.session.num_readers)
-        return self._get_dataloader(
-            dataset=self.train_dataset,
-            description="Training",
-            batch_size=size,
-            sampler_fn=self._get_train_sampler,
-            is_training=True,
-        )
-
-    def get_eval_dataloader(self, eval_dataset: str | Any | None = None) -> DataLoader[Any]:
-        """Return a loader for ``eval_dataset`` (a dataset, or the name of one of several), sharded across ranks.
-
-        With ``dataloader_persistent_workers``, a loader is built once for each named dataset, for the Trainer's own, and
-        for the last one that was passed, until the dataset, the collator, the columns or the batch size change.
-        """
-        dataset = data_loaders.choose_eval_dataset(eval_dataset, self.eval_dataset)
-        key = eval_dataset if isinstance(eval_dataset, str) else "eval" if dataset is self.eval_dataset else "given"
-        kept: dict[str, DataLoader[Any]] = self.__dict__.get("_eval_dataloaders", {})
-        if key in kept and self.args.dataloader_persistent_workers:
-            source = self._session.kept_loaders.get(key)
-            if source is None or source.equals(self._loader_source(dataset)):
-                return kept[key]
-        return self._get_dataloader(
-            dataset=dataset,
-            description="Evaluation",
-            batch_size=self.args.eval_batch_size,
-            sampler_fn=self._get_eval_sampler,
-            dataloader_key=key,
-        )
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return a loader for ``test_dataset``, sharded across ranks."""
-        return self._get_dataloader(
-            dataset=data_loaders.as_dataset(test_dataset),
-            description="test",
-            batch_size=self.args.eval_batch_size,
-            sampler_fn=self._get_eval_sampler,
-        )
-
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(
@@ -359,13 +264,45 @@ class Trainer(TrainerInternals):
 
         Collective: call on every rank.
         """
-        return evaluate(self, self._session, eval_dataset, ignore_keys=ignore_keys, prefix=metric_key_prefix)
+        given = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(given, dict):
+            metrics: dict[str, float] = {}
+            for name, part in given.items():
+                part = part if eval_dataset is not None else name
+                prefix = f"{metric_key_prefix}_{name}"
+                metrics |= self.evaluate(part, ignore_keys=ignore_keys, metric_key_prefix=prefix)
+            return metrics
+        output = measure_evaluation(
+            self,
+            self._session,
+            lambda: self.get_eval_dataloader(eval_dataset),
+            description="Evaluation",
+            prediction_loss_only=True if self.compute_metrics is None else None,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+        )
+        log(self, output.metrics)
+        notify(self, "on_evaluate", metrics=output.metrics)
+        return output.metrics
 
     def predict(
         self, test_dataset: Dataset[Any] | Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Return predictions, labels (if any) and metrics for ``test_dataset``. Collective: call on every rank."""
-        return predict(self, self._session, test_dataset, ignore_keys=ignore_keys, prefix=metric_key_prefix)
+        self._session.evaluation.is_predicting = True
+        try:
+            output = measure_evaluation(
+                self,
+                self._session,
+                lambda: self.get_test_dataloader(test_dataset),
+                description="Prediction",
+                ignore_keys=ignore_keys,
+                metric_key_prefix=metric_key_prefix,
+            )
+        finally:
+            self._session.evaluation.is_predicting = False
+        notify(self, "on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
     def evaluation_loop(
         self,
@@ -402,10 +339,6 @@ class Trainer(TrainerInternals):
 
     # ---- logs and callbacks ------------------------------------------------------------------------------------------
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the epoch to ``logs``, append them to the history, and notify the callbacks."""
-        record_logs(self, logs, start_time, num_tokens_before=self._session.initial_num_tokens)
-
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback, given as an instance or a class."""
         self.callback_handler.add_callback(callback)
@@ -435,74 +368,14 @@ class Trainer(TrainerInternals):
 
     # ---- files and search --------------------------------------------------------------------------------------------
 
-    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Write the weights, the tokenizer and the arguments to ``output_dir``; any rank's next line may read them.
-
-        Collective: call on every rank, or on rank zero alone if each rank has the whole model.
-        """
-        folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
-        save = save_model if _internal_call else save_model_and_wait
-        save(self, folder, write_files=self._save)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
     def save_state(self) -> None:
         """Write the Trainer's state to ``trainer_state.json`` in the output directory."""
         if self.args.should_save:
             self.state.save_to_json(self._session.output_dir(self.args) / STATE_FILE)
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Save the model, write its model card, and upload both; if not ``blocking``, upload in the background.
-
-        ``kwargs`` are passed to ``create_model_card``.
-
-        Returns:
-            The commit or, if not ``blocking``, a future; None on ranks other than zero.
-
-        Collective: call on every rank.
-
-        Raises:
-            MissingExtraError: huggingface_hub is not installed.
-        """
-        hub = self._session.hub
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
-        wait = self._finish_current_push
-        return push(
-            self, hub, commit_message, blocking=blocking, token=token, revision=revision, card=kwargs, wait=wait
-        )
-
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the Hub repository, on rank zero."""
-        if self.is_world_process_zero():
-            self.hub_model_id = self._session.hub.open(token, private)
-
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """Write README.md with metadata, results, settings and versions, on rank zero."""
-        if self.is_world_process_zero():
-            metadata = {"language": language, "license": license, "base_model": finetuned_from, "tags": tags}
-            metadata |= {"datasets": dataset_tags, "pipeline_tag": tasks, "dataset_args": dataset_args}
-            data = dataset if dataset is not None else dataset_tags
-            write_card(self, self._session.output_dir(self.args), metadata, name=model_name, data=data)
+    def _save_checkpoint(self, model: Any = None, trial: Any = None) -> None:
+        """Write ``checkpoint-<step>`` and delete surplus checkpoints. Collective: call on every rank."""
+        CheckpointWriter(self, self._session).save(trial)
 
     def hyperparameter_search(
         self,
@@ -534,7 +407,7 @@ class Trainer(TrainerInternals):
         """
         return search(
             self,
-            self._session.search,
+            self._session,
             space=hp_space,
             objective=compute_objective or default_compute_objective,
             num_trials=n_trials,
@@ -559,26 +432,67 @@ class Trainer(TrainerInternals):
     def tokenizer(self, processing_class: Any) -> None:
         self.processing_class = processing_class
 
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Return a new model from ``model_init``, which takes no argument or takes the trial."""
-        return new_model(self.model_init, trial)
-
-    def is_local_process_zero(self) -> bool:
-        """Return whether this is the first process on its machine."""
-        return self.accelerator.is_local_main_process
-
-    def is_world_process_zero(self) -> bool:
-        """Return whether this is rank zero."""
-        return self.accelerator.is_main_process
-
-    def floating_point_ops(self, inputs: Any) -> float:
-        """Return the floating-point operations in a forward and backward pass; 0 if the model does not count them."""
-        return flops_of(self.model, self._session.interface, inputs)
-
-    def get_num_trainable_parameters(self) -> int:
-        """Return the number of trainable parameters."""
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """Return the parameter group that contains ``param``, or the parameters of all groups if ``param`` is None."""
         return find_param_group(self.optimizer, self.model, param)
+
+    def get_learning_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [group["lr"] for group in param_groups_of(self.optimizer, "get_learning_rates")]
+
+    def get_tp_size(self) -> int:
+        """Return the number of ranks that divide layers."""
+        layout = self.accelerator.parallelism_config
+        return 1 if layout is None else layout.tp_size
+
+    def get_cp_size(self) -> int:
+        """Return the number of ranks that divide sequences by ring attention."""
+        layout = self.accelerator.parallelism_config
+        return 1 if layout is None else layout.cp_size
+
+    def get_sp_size(self) -> int:
+        """Return the number of ranks that divide sequences by Ulysses."""
+        layout = self.accelerator.parallelism_config
+        return 1 if layout is None else layout.sp_size
+
+
+def _set_log_level(level: int) -> None:
+    """Set the level of echelon's loggers, and log to stderr if the program has no handler."""
+    root = logging.getLogger("echelon")
+    root.setLevel(level)
+    if not root.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        root.addHandler(handler)
+
+
+def _check_model(model: nn.Module | None, model_init: Any) -> None:
+    """Check that ``Trainer(...)`` received exactly one of ``model`` and ``model_init``.
+
+    Raises:
+        UsageError: both or neither were passed.
+    """
+    if (model is None) == (model_init is None):
+        raise UsageError(
+            "Trainer needs either model or model_init, but got " + ("neither" if model is None else "both"),
+            where="Trainer(model=, model_init=)",
+            do="pass one of them",
+        )
+
+
+def _choose_processing_class(processing_class: Any, tokenizer: Any) -> Any:
+    """Return the processing class, which may have been passed under its old name ``tokenizer``.
+
+    Raises:
+        UsageError: ``tokenizer`` and ``processing_class`` were both passed and differ.
+    """
+    if tokenizer is None:
+        return processing_class
+    warn("Trainer(tokenizer=) was renamed to processing_class=")
+    if processing_class is not None and processing_class is not tokenizer:
+        raise UsageError(
+            "tokenizer and processing_class conflict: tokenizer is the old name of processing_class",
+            where="Trainer(processing_class=, tokenizer=)",
+            do="pass only processing_class=",
+        )
+    return tokenizer

@@ -17,6 +17,17 @@ __all__ = ["TrainingPlan", "log_plan", "make_plan", "no_length_error", "num_exam
 
 logger = get_logger(__name__)
 
+# The numbers that ``Trainer.set_initial_training_values`` returns, in the order of transformers.
+_INITIAL_VALUES = (
+    "num_epochs",
+    "steps_per_epoch",
+    "num_examples",
+    "num_train_samples",
+    "total_train_batch_size",
+    "batches_per_epoch",
+    "max_steps",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
@@ -45,35 +56,18 @@ class TrainingPlan:
     ends_with_data: bool = False
     """Whether the run ends when its last epoch's data is exhausted, rather than after ``max_steps``."""
 
-    def with_initial_values(self, values: tuple[int, int, int, int, int, int, int]) -> TrainingPlan:
+    def with_initial_values(self, values: tuple[int, ...]) -> TrainingPlan:
         """Return the plan with the values that an override of ``Trainer.set_initial_training_values`` returned."""
         if values == self.initial_values():
             return self
-        names = (
-            "num_epochs",
-            "steps_per_epoch",
-            "num_examples",
-            "num_train_samples",
-            "total_train_batch_size",
-            "batches_per_epoch",
-            "max_steps",
-        )
-        changed: dict[str, Any] = dict(zip(names, values, strict=True))
+        changed: dict[str, Any] = dict(zip(_INITIAL_VALUES, values, strict=True))
         if (changed["max_steps"], changed["num_epochs"]) != (self.max_steps, self.num_epochs):
             changed["ends_with_data"] = False  # the user's number of steps ends the run
         return replace(self, **changed)
 
     def initial_values(self) -> tuple[int, int, int, int, int, int, int]:
         """Return the values of ``Trainer.set_initial_training_values``."""
-        return (
-            self.num_epochs,
-            self.steps_per_epoch,
-            self.num_examples,
-            self.num_train_samples,
-            self.total_train_batch_size,
-            self.batches_per_epoch,
-            self.max_steps,
-        )
+        return tuple(getattr(self, name) for name in _INITIAL_VALUES)
 
 
 def make_plan(
@@ -90,10 +84,7 @@ def make_plan(
 
     Args:
         args: training arguments; ``max_steps`` takes precedence over ``num_train_epochs``.
-        loader: this rank's data loader.
         num_examples: number of samples in the loader's dataset; None if the dataset has no length.
-        batch_size: samples per batch on this rank.
-        accumulation: batches per optimizer step.
         world_size: number of ranks; 1 if ``loader`` yields all ranks' batches.
         gather_rows: gathers a row of integers from every rank; None if all ranks have the same number of batches.
 

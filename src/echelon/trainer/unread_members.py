@@ -77,10 +77,6 @@ _STATE_FILES = ("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scale
 def check_overrides(trainer: Any, base: type[Any]) -> None:
     """Report the members that a subclass defines and that transformers reads but echelon does not.
 
-    Args:
-        trainer: the Trainer, constructed.
-        base: echelon's Trainer.
-
     Raises:
         UsageError: anything is reported and the program runs with ``--strict``.
     """
@@ -98,8 +94,6 @@ def check_attributes(trainer: Any, base: type[Any], known: frozenset[str]) -> No
     """Report attributes that a subclass or script has set since construction and that echelon does not read.
 
     Args:
-        trainer: the Trainer.
-        base: echelon's Trainer.
         known: the attributes that echelon sets itself.
 
     Raises:

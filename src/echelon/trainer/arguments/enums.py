@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from enum import Enum
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ __all__ = [
     "SaveStrategy",
     "SchedulerType",
     "choose",
+    "suggest",
 ]
 
 
@@ -142,9 +144,14 @@ def choose(kind: type[_Choice], value: object, *, setting: str) -> _Choice:
     choices = [member.value for member in kind]
     if text in choices:
         return kind(text)
-    near = difflib.get_close_matches(str(text), choices, n=1)
     raise ConfigError(
         f"{setting}={text!r} is not one of {', '.join(choices)}",
         where=f"TrainingArguments.{setting}",
-        do=f"did you mean {near[0]!r}?" if near else "use one of these",
+        do=suggest(text, choices, otherwise="use one of these"),
     )
+
+
+def suggest(name: object, known: Iterable[str], *, otherwise: str) -> str:
+    """Return the advice for an unknown ``name``: the closest known one, or ``otherwise``."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise

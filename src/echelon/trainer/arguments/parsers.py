@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from echelon.base.errors import ConfigError
 from echelon.base.optional import is_available
+from echelon.trainer.arguments.enums import suggest
 
 __all__ = ["as_dict", "parse_duration", "parse_report_to"]
 
@@ -80,11 +80,10 @@ def parse_report_to(given: Any) -> list[str]:
             )
         if name not in _SERVICES and name not in _FILES:
             known = [*_SERVICES, *_FILES, "all", "none"]
-            near = difflib.get_close_matches(str(name), known, n=1)
             raise ConfigError(
                 f"report_to={name!r} is not one of {', '.join(known)}",
                 where="TrainingArguments.report_to",
-                do=f"did you mean {near[0]!r}?" if near else "use one or more of these names",
+                do=suggest(name, known, otherwise="use one or more of these names"),
             )
     return names
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import warn
+from echelon.trainer.arguments.enums import suggest
 
 __all__ = ["KEPT", "translate"]
 
@@ -63,10 +63,6 @@ def translate(given: Mapping[str, Any], *, fields: Mapping[str, Any]) -> dict[st
     """Rename old keyword arguments to their current names, with a warning for each; names in ``KEPT`` are left
     unchanged.
 
-    Args:
-        given: the keyword arguments that the user passed.
-        fields: the current names and their defaults.
-
     Raises:
         ConfigError: a name is unknown, or an old name and its new name have different values.
     """
@@ -90,7 +86,12 @@ def translate(given: Mapping[str, Any], *, fields: Mapping[str, Any]) -> dict[st
             _warn(f"{name}= is deprecated: {KEPT[name]}")
             result[name] = value
         else:
-            raise _unknown(name, [*fields, *_CONVERTED, *_MOVED, *_WITHOUT_EFFECT, *KEPT])
+            known = [*fields, *_CONVERTED, *_MOVED, *_WITHOUT_EFFECT, *KEPT]
+            raise ConfigError(
+                f"TrainingArguments has no setting {name!r}",
+                where="TrainingArguments",
+                do=suggest(name, known, otherwise="see help(TrainingArguments)"),
+            )
     return result
 
 
@@ -130,12 +131,3 @@ def _put_key(result: dict[str, Any], new: str, key: str, value: Any, *, old: str
             do=f"set {key!r} in that file",
         )
     result[new] = {**existing, key: value}
-
-
-def _unknown(name: str, known: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(name, known, n=1)
-    return ConfigError(
-        f"TrainingArguments has no setting {name!r}",
-        where="TrainingArguments",
-        do=f"did you mean {near[0]!r}?" if near else "see help(TrainingArguments)",
-    )

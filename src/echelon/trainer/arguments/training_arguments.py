@@ -17,12 +17,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
 from echelon.accelerator import DeepSpeedPlugin, PartialState
+from echelon.accelerator.setup.local_devices import num_devices_of_process
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
-from echelon.trainer.arguments.deepspeed import deepspeed_plugin
-from echelon.trainer.arguments.devices import num_devices_of
 from echelon.trainer.arguments.enums import (
     HubStrategy,
     IntervalStrategy,
@@ -33,17 +33,23 @@ from echelon.trainer.arguments.enums import (
     choose,
 )
 from echelon.trainer.arguments.fields import TrainingFields, setting
-from echelon.trainer.arguments.fsdp import fsdp_plugin
 from echelon.trainer.arguments.parsers import as_dict, parse_duration, parse_report_to
+from echelon.trainer.arguments.plugins import deepspeed_plugin, fsdp_plugin
 from echelon.trainer.arguments.renamed import KEPT, translate
-from echelon.trainer.arguments.unsupported import refuse_optimizer, refuse_unsupported
-from echelon.trainer.arguments.validation import check_values, set_derived_values
+from echelon.trainer.arguments.validation import (
+    check_values,
+    refuse_optimizer,
+    set_derived_values,
+)
 
 __all__ = [
     "TrainingArguments",
     "building_loader",
+    "has_fixed_devices",
     "loader_batch_size",
+    "num_devices_of",
     "resolve_path",
+    "set_arguments",
     "set_num_devices",
     "setting",
 ]
@@ -100,7 +106,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     """A Trainer's settings.
 
     Names, order and defaults match transformers 5; names from older versions are accepted with a warning. An
-    unsupported setting is never ignored: it raises an error (``unsupported.py``). ``device``, ``world_size`` and
+    unsupported setting is never ignored: it raises an error (``validation.py``). ``device``, ``world_size`` and
     similar properties are derived from the process's environment.
     """
 
@@ -118,7 +124,6 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         self._creation_dir = Path.cwd()
         self._read_names()
         self._read_dicts()
-        self._refuse_unsupported()
         set_derived_values(self)
         self._validate_args()
 
@@ -170,11 +175,6 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
             value = getattr(self, old) if getattr(self, new) is None else getattr(self, new)
             setattr(self, new, value)
             setattr(self, old, value)
-
-    def _refuse_unsupported(self) -> None:
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        defaults = {item.name: _default(item) for item in fields(self)}
-        refuse_unsupported(values, defaults)
 
     # ---- properties of this process
 
@@ -549,9 +549,46 @@ def resolve_path(args: TrainingArguments, path: str | Path | None = None) -> Pat
     return args._creation_dir / Path(path or args.output_dir or "trainer_output").expanduser()
 
 
+def num_devices_of(args: TrainingFields, state: PartialState) -> int:
+    """Return the number of accelerators that this process trains on; 0 on the CPU.
+
+    As in transformers, the number exceeds 1 if a process that was started without a launcher sees several accelerators,
+    unless an engine other than ``dp`` is set.
+    """
+    count = num_devices_of_process(state.device, engine=args.engine, parity=args.parity)
+    is_split = state.num_processes > 1 or args.fsdp or args.deepspeed or args.parallelism_config
+    return min(count, 1) if is_split else count
+
+
+def has_fixed_devices(model: Any) -> bool:
+    """Return whether ``model`` cannot be replicated: it is split over several devices, or its weights are quantized."""
+    if not isinstance(model, nn.Module):
+        return False
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    quantized = ("is_loaded_in_8bit", "is_loaded_in_4bit")
+    return len(devices) > 1 or any(bool(getattr(model, name, False)) for name in quantized)
+
+
 def set_num_devices(args: TrainingArguments, count: int) -> None:
     """Override ``args.n_gpu`` for a model that cannot be replicated."""
     args._n_gpu = count  # type: ignore[misc]
+
+
+def set_arguments(args: TrainingArguments, values: Mapping[str, Any]) -> None:
+    """Set fields in the training arguments.
+
+    Raises:
+        ConfigError: a field does not exist.
+    """
+    for name, value in values.items():
+        if not hasattr(args, name):
+            raise ConfigError(
+                f"hp_space returned {name!r}, which is not a TrainingArguments setting",
+                where="Trainer.hyperparameter_search(hp_space=)",
+                do="return only TrainingArguments settings; read model parameters from the trial in model_init(trial)",
+            )
+        old = getattr(args, name)
+        setattr(args, name, type(old)(value) if isinstance(old, (Enum, float)) else value)
 
 
 def _default(item: Any) -> Any:

@@ -1,16 +1,17 @@
-"""Derives dependent TrainingArguments values, and checks for invalid and conflicting ones."""
+"""Derives dependent TrainingArguments values, and checks for invalid, conflicting and unsupported ones."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy, SchedulerType
 from echelon.trainer.arguments.fields import TrainingFields
-from echelon.trainer.arguments.fsdp import read_fsdp
+from echelon.trainer.arguments.plugins import read_fsdp
 
-__all__ = ["check_values", "set_derived_values"]
+__all__ = ["check_values", "refuse_optimizer", "set_derived_values"]
 
 logger = get_logger(__name__)
 
@@ -63,6 +64,12 @@ def check_values(args: TrainingFields) -> None:
     Raises:
         ConfigError: a value is invalid, or values conflict.
     """
+    if args.trackio_static_space_id:
+        raise ConfigError(
+            f"trackio_static_space_id={args.trackio_static_space_id!r} is not supported by echelon",
+            where="TrainingArguments.trackio_static_space_id",
+            do="remove this setting and create the static view with the trackio command line",
+        )
     if args.fp16 and args.bf16:
         raise ConfigError("fp16 and bf16 are mutually exclusive", where="TrainingArguments", do="remove one of them")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
@@ -168,3 +175,33 @@ def _whole_steps(name: str, value: float | None) -> float | None:
             do=f"set it to {round(value)}",
         )
     return int(value)
+
+
+# ---- what echelon does not support -------------------------------------------------------------------------------------
+
+# name -> (reason, optimizer to use instead)
+_EARLY = "it steps during the backward pass, before gradients are accumulated over batches and reduced across ranks"
+_OPTIMIZERS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("lomo", "adalomo"), (_EARLY, "adafactor")),
+    **{
+        f"{name}_layerwise": (_EARLY, name)
+        for name in ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
+    },
+    "adamw_torch_xla": ("echelon does not run on TPUs", "adamw_torch"),
+    "adamw_torch_npu_fused": ("torch's fused AdamW also runs on NPUs", "adamw_torch_fused"),
+    "adamw_apex_fused": ("it needs apex, which transformers has dropped", "adamw_torch_fused"),
+    "adamw_anyprecision": ("its package, torchdistx, is no longer maintained", "adamw_torch with bf16=True"),
+}
+
+
+def refuse_optimizer(name: str) -> None:
+    """Check that the optimizer is supported.
+
+    Raises:
+        ConfigError: echelon does not support the optimizer; the message gives the reason.
+    """
+    if name in _OPTIMIZERS:
+        why, instead = _OPTIMIZERS[name]
+        raise ConfigError(
+            f"optim={name!r} is not supported: {why}", where="TrainingArguments.optim", do=f"use {instead}"
+        )

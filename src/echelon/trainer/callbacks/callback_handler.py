@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from echelon.accelerator.process import require_all_ranks
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy
@@ -18,18 +20,16 @@ if TYPE_CHECKING:
     from echelon.trainer.arguments.training_arguments import TrainingArguments
 
 __all__ = [
-    "CLEARED_FLAGS",
     "EVENTS",
     "CallbackHandler",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "TrainerCallback",
+    "require_agreement",
+    "usual_flags",
 ]
 
 logger = get_logger(__name__)
-
-# Looking up a member of an enum takes a tenth of a microsecond in Python 3.11.
-_STEPS, _SAVE_STEPS = IntervalStrategy.STEPS, SaveStrategy.STEPS
 
 _Control = TrainerControl | None
 
@@ -111,19 +111,6 @@ class TrainerCallback:
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
-CLEARED_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "on_train_begin": ("should_training_stop",),
-        "on_epoch_begin": ("should_epoch_stop",),
-        "on_step_begin": ("should_log", "should_evaluate", "should_save"),
-        "on_evaluate": ("should_evaluate",),
-        "on_save": ("should_save",),
-        "on_log": ("should_log",),
-    }
-)
-"""For each event that clears flags of the control: the flags."""
-
-
 class CallbackHandler:
     """Dispatches each event to the callbacks that override it, in order.
 
@@ -147,10 +134,8 @@ class CallbackHandler:
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
         self.callbacks: list[TrainerCallback] = []
-        self.listeners: dict[str, list[TrainerCallback]] = {event: [] for event in EVENTS}
-        """For each event, the callbacks that override it."""
-        self.listed: list[TrainerCallback] = []
-        """The callbacks that ``listeners`` was made from."""
+        self._listeners: dict[str, list[TrainerCallback]] = {event: [] for event in EVENTS}
+        self._listed: list[TrainerCallback] = []  # the callbacks that _listeners was made from
         for callback in callbacks:
             self.add_callback(callback)
         if not any(isinstance(one, DefaultFlowCallback) for one in self.callbacks):
@@ -212,9 +197,9 @@ class CallbackHandler:
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> TrainerControl:
         """Dispatch ``event`` and return the resulting control."""
-        if self.callbacks != self.listed:
-            self.find_listeners()
-        for listener in self.listeners[event]:
+        if self.callbacks != self._listed:
+            self._find_listeners()
+        for listener in self._listeners[event]:
             answer = getattr(listener, event)(
                 args,
                 state,
@@ -232,11 +217,16 @@ class CallbackHandler:
                 control = answer
         return control
 
-    def find_listeners(self) -> None:
-        """Update ``listeners``; call it if ``callbacks`` is not equal to ``listed``."""
-        # Computed once instead of at every step: most callbacks override two or three of the sixteen events.
-        self.listed = list(self.callbacks)
-        self.listeners = {event: [one for one in self.callbacks if _listens(one, event)] for event in EVENTS}
+    def listeners_of(self, event: str) -> list[TrainerCallback]:
+        """Return the callbacks that override ``event``."""
+        if self.callbacks != self._listed:
+            self._find_listeners()
+        return self._listeners[event]
+
+    def _find_listeners(self) -> None:
+        # Only if the callbacks have changed, not at every step: most override two or three of the sixteen events.
+        self._listed = list(self.callbacks)
+        self._listeners = {event: [one for one in self.callbacks if _listens(one, event)] for event in EVENTS}
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
         """Dispatch the event."""
@@ -330,12 +320,12 @@ class DefaultFlowCallback(TrainerCallback):
         step = state.global_step
         if step == 1 and args.logging_first_step:
             control.should_log = True
-        if args.logging_strategy == _STEPS and step % state.logging_steps == 0:
+        if args.logging_strategy == IntervalStrategy.STEPS and step % state.logging_steps == 0:
             control.should_log = True
-        evaluates = args.eval_strategy == _STEPS
+        evaluates = args.eval_strategy == IntervalStrategy.STEPS
         if evaluates and step % state.eval_steps == 0 and args.eval_delay <= step:
             control.should_evaluate = True
-        saves = args.save_strategy == _SAVE_STEPS
+        saves = args.save_strategy == SaveStrategy.STEPS
         if saves and state.save_steps > 0 and step % state.save_steps == 0:
             control.should_save = True
         if step >= state.max_steps:
@@ -420,3 +410,59 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True
+
+
+# ---- callbacks that request something on some ranks only ---------------------------------------------------------------
+
+# For each event that clears flags of the control: the flags.
+_CLEARED_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "on_train_begin": ("should_training_stop",),
+        "on_epoch_begin": ("should_epoch_stop",),
+        "on_step_begin": ("should_log", "should_evaluate", "should_save"),
+        "on_evaluate": ("should_evaluate",),
+        "on_save": ("should_save",),
+        "on_log": ("should_log",),
+    }
+)
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+# Evaluations may have another number of batches on each rank.
+_UNCHECKED = frozenset({"on_init_end", "on_prediction_step", "on_predict", "on_push_begin", "on_train_end"})
+_ADVICE = (
+    "Decide from what is equal on all ranks, such as state.global_step and metrics, and not from state.is_world_process_zero, a "
+    "clock or this rank's own data; or share one rank's decision first (echelon.distributed.agree)"
+)
+
+
+def usual_flags(
+    listeners: list[TrainerCallback], event: str, args: Any, state: Any, control: TrainerControl
+) -> Mapping[str, bool] | None:
+    """Return the flags after ``event`` if no callback but the default one changed them; None if there is no other callback.
+
+    All ranks have these flags, because they follow from the arguments and the step.
+    """
+    if event in _UNCHECKED or all(type(one) is DefaultFlowCallback for one in listeners):
+        return None
+    usual = copy.copy(control)
+    for flag in _CLEARED_FLAGS.get(event, ()):
+        setattr(usual, flag, False)
+    for listener in listeners:
+        if type(listener) is DefaultFlowCallback:
+            usual = getattr(listener, event)(args, state, usual) or usual
+    return {flag: getattr(usual, flag) for flag in _FLAGS}
+
+
+def require_agreement(event: str, usual: Mapping[str, bool], control: TrainerControl) -> None:
+    """If callbacks have changed flags in ``event``, wait for the ranks whose callbacks did the same.
+
+    Logging, evaluating, saving and stopping need all ranks: a rank that does so alone would wait for the others forever, and they for
+    it in the next step.
+
+    Collective: on the ranks where flags were changed.
+
+    Raises:
+        DesyncError: the callbacks of another rank did not change the same flags.
+    """
+    changed = [f"{flag} = {getattr(control, flag)}" for flag in _FLAGS if getattr(control, flag) != usual[flag]]
+    if changed:
+        require_all_ranks(f"setting control.{', control.'.join(changed)} in {event}", advice=_ADVICE)

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from echelon.base.lengths import length_of
 from echelon.trainer.arguments.enums import IntervalStrategy
 from echelon.trainer.callbacks.callback_handler import TrainerCallback
-from echelon.trainer.callbacks.loss_table import loss_rows
+from echelon.trainer.callbacks.progress_bars import loss_rows
 
 __all__ = ["NotebookProgressCallback"]
 
@@ -48,11 +49,8 @@ class NotebookProgressCallback(TrainerCallback):
     ) -> None:
         """Count the evaluation batches."""
         if self._evaluated is None:
-            try:
-                total = len(eval_dataloader)
-            except TypeError:
-                total = None  # no length: only the count is shown
-            self._evaluated = (0, total)
+            total = length_of(eval_dataloader)  # below 0 without a length: only the count is shown
+            self._evaluated = (0, total if total >= 0 else None)
         self._evaluated = (self._evaluated[0] + 1, self._evaluated[1])
         self._draw(state)
 

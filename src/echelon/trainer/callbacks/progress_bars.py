@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from echelon.base.lengths import length_of
 from echelon.base.progress import shows_bars
 from echelon.trainer.arguments.enums import IntervalStrategy
 from echelon.trainer.callbacks.callback_handler import TrainerCallback
-from echelon.trainer.callbacks.loss_table import loss_table
 
-__all__ = ["PrinterCallback", "ProgressCallback"]
+__all__ = ["PrinterCallback", "ProgressCallback", "loss_rows"]
+
+_NOT_SHOWN = ("_runtime", "_per_second", "_time")
 
 
 class PrinterCallback(TrainerCallback):
@@ -64,11 +67,10 @@ class ProgressCallback(TrainerCallback):
         if not state.is_world_process_zero or not shows_bars():
             return
         if self.prediction_bar is None:
-            try:
-                total = len(eval_dataloader)
-            except TypeError:
-                total = None  # no length: the bar only counts
-            self.prediction_bar = tqdm(total=total, leave=self.training_bar is None, dynamic_ncols=True)
+            total = length_of(eval_dataloader)  # below 0 without a length: the bar only counts
+            self.prediction_bar = tqdm(
+                total=total if total >= 0 else None, leave=self.training_bar is None, dynamic_ncols=True
+            )
         self.prediction_bar.update(1)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -114,5 +116,49 @@ def _short(value: Any, max_str_len: int) -> Any:
 
 
 def _table(args: Any, state: Any) -> str | None:
-    by = "step" if args.eval_strategy == IntervalStrategy.STEPS else "epoch"
-    return loss_table(state.log_history, by=by)
+    """Return ``loss_rows`` formatted as a text table, or None if there are no evaluations."""
+    table = loss_rows(state.log_history, by="step" if args.eval_strategy == IntervalStrategy.STEPS else "epoch")
+    if table is None:
+        return None
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table)
+
+
+def loss_rows(log_history: Sequence[Mapping[str, Any]], *, by: str) -> list[list[str]] | None:
+    """Return the table's rows, headings first, or None if there are no evaluations.
+
+    Args:
+        log_history: log entries; each row shows the last training loss logged before its evaluation. Evaluations after the
+            end of training have no row.
+        by: the first column, ``epoch`` or ``step``.
+    """
+    rows: dict[Any, dict[str, Any]] = {}
+    training: Any = None
+    for entry in log_history:
+        if "train_loss" in entry:  # the run's summary
+            break
+        training = entry.get("loss", training)
+        found = {k.removeprefix("eval_"): v for k, v in entry.items() if k.startswith("eval_")}
+        found = {k: v for k, v in found.items() if not any(part in f"_{k}" for part in _NOT_SHOWN)}
+        if found:
+            row = rows.setdefault(entry.get(by), {"training loss": training})
+            row.update({_heading(name): value for name, value in found.items()})
+    if not rows:
+        return None
+    # Sorted, because a checkpoint stores the log with sorted keys: a resumed run has the same columns as one that was not.
+    losses = {"training loss": None, "validation loss": None}
+    names = {name for row in rows.values() for name in row}
+    headings = [*(name for name in losses if name in names), *sorted(names - losses.keys())]
+    table = [[by, *headings]]
+    table += [[_text(key), *(_text(row.get(name)) for name in headings)] for key, row in rows.items()]
+    return table
+
+
+def _heading(name: str) -> str:
+    return "validation loss" if name == "loss" else name.replace("_", " ")
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -76,8 +76,6 @@ def trained_state(model: nn.Module, state: Mapping[str, Any], *, optimized: Coll
     """Return the entries of ``state`` that training can change: everything but the frozen weights of the base model.
 
     Args:
-        model: the unwrapped model.
-        state: its full state dict.
         optimized: ids of the optimizer's parameters, which may be frozen now but have been trained.
     """
     adapters = _adapters_of(model)
@@ -94,7 +92,9 @@ def trained_state(model: nn.Module, state: Mapping[str, Any], *, optimized: Coll
 def warn_of_weights_outside(model: nn.Module, trained: Mapping[str, Any], folder: Path) -> bool:
     """Warn if the adapters' files in ``folder`` lack weights or buffers that training changes; return whether they do."""
     adapters = _adapters_of(model)
-    files = [path for place in _adapter_folders(folder).values() for path in place.glob("*.safetensors")]
+    files = [
+        path for adapter_folder in _adapter_folders(folder).values() for path in adapter_folder.glob("*.safetensors")
+    ]
     written = {name for path in files for name in _names_in(path)}
     outside = [
         name
@@ -194,13 +194,13 @@ def _load_adapter_files(model: Any, folder: Path) -> None:
             do="give the model the same adapters, with the same names, as in the saved run",
         )
     peft: Any = import_module("peft")
-    for name, place in found.items():
-        weights = peft.load_peft_weights(str(place), device="cpu")
+    for name, adapter_folder in found.items():
+        weights = peft.load_peft_weights(str(adapter_folder), device="cpu")
         # Not load_adapter(), because a transformers model's own rejects an adapter that exists.
         result = peft.set_peft_model_state_dict(model, weights, adapter_name=name)
         if result.unexpected_keys and not model.peft_config[name].is_prompt_learning:
             raise CheckpointError(
-                f"{place} does not match the adapter {name!r}: {listed({'unexpected': result.unexpected_keys})}",
+                f"{adapter_folder} does not match the adapter {name!r}: {listed({'unexpected': result.unexpected_keys})}",
                 do="give the model the same adapters, with the same settings, as in the saved run",
             )
 

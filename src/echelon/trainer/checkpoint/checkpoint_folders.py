@@ -1,8 +1,9 @@
-"""Names and formats of checkpoint-N directories; finds the newest valid one and deletes surplus ones."""
+"""The checkpoint-N directories: their names and formats; the newest and the best one; deletes surplus ones."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,7 +12,9 @@ from echelon.accelerator.checkpoint.registry import checkpoint_format as format_
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
-from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.arguments.enums import SaveStrategy
+from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
+from echelon.trainer.state import TrainerState
 
 __all__ = [
     "ARGUMENTS_FILE",
@@ -19,10 +22,15 @@ __all__ = [
     "STATE_FILE",
     "WEIGHTS_FILE",
     "SavesItself",
+    "best_folder",
     "checkpoint_format",
     "get_last_checkpoint",
-    "remove_last",
+    "metric_for_best",
+    "point_to_best",
+    "remove_last_checkpoint",
     "remove_surplus",
+    "update_best_metric",
+    "warn_of_unsaved_best",
     "write_json",
 ]
 
@@ -99,6 +107,74 @@ def remove_surplus(folder: Path, *, limit: int | None, best: str | None, newest:
         warn(f"saved {newest}, but could not delete older checkpoints: {error}")
 
 
-def remove_last(folder: Path, *, best: str) -> None:
-    """Delete all checkpoints except the best one."""
-    remove_checkpoints(folder, prefix=PREFIX, limit=1, keep=[Path(best)])
+# ---- the best model ----------------------------------------------------------------------------------------------------
+
+
+def update_best_metric(args: TrainingArguments, state: TrainerState, metrics: dict[str, float]) -> bool:
+    """Record an evaluation's metric if it is the best so far, and return whether it is."""
+    if args.metric_for_best_model is None:
+        return False
+    value = metric_for_best(args, metrics)
+    if state.best_metric is None:  # so that nan never becomes the best
+        state.best_metric = float("-inf" if args.greater_is_better else "inf")
+    is_better = value > state.best_metric if args.greater_is_better else value < state.best_metric
+    if is_better:
+        state.best_metric = value
+        if args.save_strategy != SaveStrategy.NO:  # otherwise it has no checkpoint
+            state.best_global_step = state.global_step
+    return is_better
+
+
+def metric_for_best(args: TrainingArguments, metrics: dict[str, float]) -> float:
+    """Return the value of ``metric_for_best_model``, which may be written without the prefix ``eval_``.
+
+    Raises:
+        ConfigError: the evaluation did not return this metric.
+    """
+    name = args.metric_for_best_model or "loss"
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    if name not in metrics:
+        raise ConfigError(
+            f"metric_for_best_model={args.metric_for_best_model!r}, but the evaluation returned no {name!r}; "
+            f"it returned {', '.join(metrics)}",
+            where="TrainingArguments.metric_for_best_model",
+            do="set metric_for_best_model to one of these metrics, or return it from compute_metrics",
+        )
+    return metrics[name]
+
+
+def point_to_best(state: TrainerState, run_dir: Path, *, saved: Set[int]) -> None:
+    """Set ``state.best_model_checkpoint`` if this run has saved the best step.
+
+    Args:
+        run_dir: directory of the checkpoints, as the arguments name it. It may hold another run's, too.
+        saved: the steps that this run has saved, or is saving.
+    """
+    best = state.best_global_step
+    if best is not None and best in saved:
+        state.best_model_checkpoint = str(run_dir / f"{PREFIX}{best}")
+
+
+def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState) -> None:
+    """Warn if the best step has no checkpoint, so that ``load_best_model_at_end`` cannot load it."""
+    best, step = state.best_model_checkpoint, state.best_global_step
+    if step is not None and (best is None or Path(best).name != f"{PREFIX}{step}"):
+        loaded = state.global_step if best is None else Path(best).name.removeprefix(PREFIX)
+        warn(
+            f"the best evaluation ({args.metric_for_best_model} {state.best_metric:.6g}) was at step {step}, "
+            f"which this run has not saved, so load_best_model_at_end leaves the model of step {loaded}. Save at every evaluation: set save_steps to "
+            "eval_steps, or save_strategy='best'"
+        )
+
+
+def remove_last_checkpoint(args: TrainingArguments, state: TrainerState, output_dir: Path) -> None:
+    """Delete the last checkpoint if it is not the best one and ``save_total_limit=1`` kept it only for resuming."""
+    best = state.best_model_checkpoint
+    if args.should_save and best is not None and args.save_total_limit == 1:
+        remove_checkpoints(output_dir, prefix=PREFIX, limit=1, keep=[Path(best)])
+
+
+def best_folder(args: TrainingArguments, output_dir: Path, best: str) -> Path:
+    """Return the best checkpoint's path, looked up in ``output_dir`` if the run's directory has been moved."""
+    as_saved, beside = resolve_path(args, best), output_dir / Path(best).name
+    return beside if beside.is_dir() and not as_saved.is_dir() else as_saved

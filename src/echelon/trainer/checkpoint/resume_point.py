@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -26,39 +26,34 @@ from echelon.accelerator.checkpoint.folders import (
     holds_training,
     is_own_format,
     newest_whole,
-    read_model_files,
     registered_state,
     require_whole,
 )
-from echelon.accelerator.models.save_objects import bare_module
-from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.rng_states import current_random_states
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
-from echelon.checkpoint.formats.transformers import ECHELON_DATA, num_ranks_in, read_random_states
-from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
-from echelon.trainer.checkpoint.adapters import has_adapters, holds_adapters, load_adapted_model
-from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE
-from echelon.trainer.checkpoint.train_cursor import TrainCursor
-from echelon.trainer.checkpoint.transformers_layout import (
-    CURSOR_FIELDS,
-    LENGTH_FIELDS,
-    load_optimizer_and_scheduler,
-    load_scaler,
+from echelon.checkpoint.formats.transformers import (
+    ECHELON_DATA,
+    OPTIMIZER,
+    SCHEDULER,
+    num_ranks_in,
+    read_random_states,
+    read_state,
 )
-from echelon.trainer.hooks import TrainerHooks
+from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
+from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE, best_folder
+from echelon.trainer.checkpoint.train_cursor import CURSOR_FIELDS, LENGTH_FIELDS, TrainCursor
 from echelon.trainer.session import TrainerSession, global_batch_size
 from echelon.trainer.state import TrainerState
+from echelon.trainer.trainer_methods import TrainerMethods, is_overridden
 from echelon.trainer.training_plan import TrainingPlan
 
 __all__ = [
     "ResumePoint",
     "ResumedTraining",
-    "best_folder",
     "find_checkpoint",
-    "load_model_from",
     "saved_arguments",
     "saved_batch_size",
 ]
@@ -174,13 +169,13 @@ class ResumedTraining:
     """
 
     def __init__(
-        self, hooks: TrainerHooks, session: TrainerSession, folder: Path, *, allows_changed_data: bool
+        self, trainer: TrainerMethods, session: TrainerSession, folder: Path, *, allows_changed_data: bool
     ) -> None:
-        self._hooks = hooks
+        self._trainer = trainer
         self._session = session
         self._folder = folder
         self._allows_changed_data = allows_changed_data
-        self._size = session.update_size(hooks.args)
+        self._size = session.update_size(trainer.args)
         self._saved_batch_size: int | None = None
         self._own: _OwnState | None = None  # for a checkpoint in echelon's format
 
@@ -190,17 +185,17 @@ class ResumedTraining:
 
         Otherwise, a run with fewer steps per epoch (fewer samples or larger batches) would end too early.
         """
-        hooks, folder = self._hooks, self._folder
-        if hooks.args.max_steps > 0 or not plan.is_sized:
+        trainer, folder = self._trainer, self._folder
+        if trainer.args.max_steps > 0 or not plan.is_sized:
             return plan
         state = TrainerState.load_from_json(folder / STATE_FILE)
         batches = plan.batches_per_epoch
-        accumulation = 1 if hooks.accelerator.parity != "off" else self._size.accumulation_steps
+        accumulation = 1 if trainer.accelerator.parity != "off" else self._size.accumulation_steps
         if is_own_format(folder):
-            place = TrainCursor(**registered_state(folder, 0))
-            epoch, used = (place.epoch + 1, 0) if place.is_over else (place.epoch, place.num_batches)
-            used = min(used * place.batch_size // plan.batch_size, batches)
-            beyond = place.num_steps_beyond
+            cursor = TrainCursor(**registered_state(folder, 0))
+            epoch, used = (cursor.epoch + 1, 0) if cursor.is_over else (cursor.epoch, cursor.num_batches)
+            used = min(used * cursor.batch_size // plan.batch_size, batches)
+            beyond = cursor.num_steps_beyond
         else:
             epoch, used = int(state.epoch or 0), round(((state.epoch or 0) % 1) * batches)
             beyond = _saved_cursor_fields(folder).get("num_steps_beyond", 0)
@@ -223,7 +218,7 @@ class ResumedTraining:
 
     def restore_state(self, plan: TrainingPlan) -> TrainerState:
         """Return the saved state, adapted to ``plan``."""
-        hooks, folder, args = self._hooks, self._folder, self._hooks.args
+        trainer, folder, args = self._trainer, self._folder, self._trainer.args
         batch_size = self._size.batch_size
         state = TrainerState.load_from_json(folder / STATE_FILE)
         saved = {name: getattr(state, name) for name in _INTERVALS}
@@ -232,8 +227,8 @@ class ResumedTraining:
             warn(f"the best checkpoint, {best}, no longer exists")
             state.best_model_checkpoint = None
         state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
-        state.is_local_process_zero = hooks.is_local_process_zero()
-        state.is_world_process_zero = hooks.is_world_process_zero()
+        state.is_local_process_zero = trainer.is_local_process_zero()
+        state.is_world_process_zero = trainer.is_world_process_zero()
         state.compute_steps(args, plan.max_steps)
         strategies = dict(zip(_INTERVALS, (args.logging_strategy, args.eval_strategy, args.save_strategy)))
         others = [
@@ -262,7 +257,7 @@ class ResumedTraining:
         """
         start = (self._load_own if is_own_format(self._folder) else self._load_transformers)(loader, plan)
         start = replace(start, checkpoint=str(self._folder))
-        state = self._hooks.state
+        state = self._trainer.state
         epoch = start.epoch if state.epoch is None else state.epoch
         # A warning, because only these are visible by default.
         logger.warning(
@@ -271,46 +266,51 @@ class ResumedTraining:
         return start
 
     def _load_own(self, loader: Any, plan: TrainingPlan) -> ResumePoint:
-        folder, accelerator, args = self._folder, self._hooks.accelerator, self._hooks.args
-        place = TrainCursor(**registered_state(folder, 0))
-        self._require_same_run(place)
+        folder, accelerator, args = self._folder, self._trainer.accelerator, self._trainer.args
+        cursor = TrainCursor(**registered_state(folder, 0))
+        self._require_same_run(cursor)
         is_prepared = hasattr(loader, "last_step")  # else a user's loader, which has no state to restore
         resumes_loader = (
             is_prepared
             and not args.ignore_data_skip
-            and not place.is_within_update
-            and place.batch_size == plan.batch_size
+            and not cursor.is_within_update
+            and cursor.batch_size == plan.batch_size
         )
         policy = DataPolicy(
             allows_changes=self._allows_changed_data,
-            is_at_boundary=place.is_over or args.ignore_data_skip or not (place.num_batches or place.is_within_update),
-            finds_batches=place.batch_size != plan.batch_size,
+            is_at_boundary=cursor.is_over
+            or args.ignore_data_skip
+            or not (cursor.num_batches or cursor.is_within_update),
+            finds_batches=cursor.batch_size != plan.batch_size,
             is_announced=True,
         )
 
-        own = _OwnState(policy=policy, resumes_loader=resumes_loader, schedule=place.schedule)
+        own = _OwnState(policy=policy, resumes_loader=resumes_loader, schedule=cursor.schedule)
         self._load_unless_overridden(own)
         random_states = current_random_states()
-        if place.is_over:
-            return ResumePoint(epoch=place.epoch + 1, random_states=random_states)
+        if cursor.is_over:
+            return ResumePoint(epoch=cursor.epoch + 1, random_states=random_states)
         if resumes_loader:
             # An epoch that was read to its end stays complete even if the dataset has grown since.
-            is_read = place.num_batches > 0 and accelerator.checkpoints.pass_was_over(folder, loader)
-            num_batches = max(place.num_batches, plan.batches_per_epoch) if is_read else place.num_batches
-            return ResumePoint(epoch=place.epoch, num_batches=num_batches, random_states=random_states)
+            is_read = cursor.num_batches > 0 and accelerator.checkpoints.pass_was_over(folder, loader)
+            num_batches = max(cursor.num_batches, plan.batches_per_epoch) if is_read else cursor.num_batches
+            return ResumePoint(epoch=cursor.epoch, num_batches=num_batches, random_states=random_states)
         if args.ignore_data_skip:
-            _restart_pass(loader, place.epoch)
-            return ResumePoint(epoch=place.epoch, random_states=random_states)
-        self._require_same_ranks(place.world_size, within=place.num_batches > 0)
-        num_used = place.num_batches * place.batch_size // plan.batch_size
-        if num_used * plan.batch_size != place.num_batches * place.batch_size:
+            if isinstance(loader, SupportsSetEpoch):
+                # Starts the pass at the first batch, regardless of the state that was loaded.
+                loader.set_epoch(cursor.epoch + 1)
+                loader.set_epoch(cursor.epoch)
+            return ResumePoint(epoch=cursor.epoch, random_states=random_states)
+        self._require_same_ranks(cursor.world_size, within=cursor.num_batches > 0)
+        num_used = cursor.num_batches * cursor.batch_size // plan.batch_size
+        if num_used * plan.batch_size != cursor.num_batches * cursor.batch_size:
             warn(
-                f"the saved run consumed {place.num_batches * place.batch_size} samples of this epoch per process, "
+                f"the saved run consumed {cursor.num_batches * cursor.batch_size} samples of this epoch per process, "
                 f"which is not a multiple of the batch size {plan.batch_size}, so some samples are repeated"
             )
         is_exact = accelerator.parity != "off"  # then load_state has restored the loader's position
         return ResumePoint(
-            epoch=place.epoch,
+            epoch=cursor.epoch,
             num_batches=num_used,
             num_to_skip=0 if is_exact and is_prepared else num_used,
             random_states=random_states,
@@ -322,18 +322,26 @@ class ResumedTraining:
 
         A checkpoint in echelon's format is loaded whole, with the weights and the position in the data.
         """
-        if self._own is None:
-            load_optimizer_and_scheduler(self._hooks, self._session, folder)
-        else:
+        if self._own is not None:
             self._load_all(self._own)
+            return
+        state = read_state(folder)
+        found = {OPTIMIZER: state.optimizer, SCHEDULER: state.scheduler}
+        missing = [name for name, one in found.items() if one is None]
+        if missing:
+            raise CheckpointError(
+                f"{folder} has no {' and no '.join(missing)}, so training cannot resume from it",
+                do="load its weights into the model and start a new training run",
+            )
+        self._trainer.optimizer.load_full_state_dict(state.optimizer)
+        self._session.optimizer.scheduler.load_state_dict(state.scheduler)
 
     def load_scaler(self, folder: Path) -> None:
         """Implement ``Trainer._load_scaler``."""
-        scaler = self._hooks.accelerator.scaler
-        if self._own is None:
-            load_scaler(self._hooks, folder)
-        elif scaler is not None and self._own.scaler:
-            scaler.load_state_dict(self._own.scaler)
+        scaler = self._trainer.accelerator.scaler
+        state = read_state(folder).scaler if self._own is None else self._own.scaler
+        if scaler is not None and state:
+            scaler.load_state_dict(state)
 
     def _load_unless_overridden(self, own: _OwnState) -> None:
         """Load the training state, except for parts whose private loading method is overridden.
@@ -341,12 +349,12 @@ class ResumedTraining:
         If an override does not call ``super()._load_optimizer_and_scheduler(...)``, the optimizer and the scheduler
         stay as the override leaves them. The same applies to ``_load_scaler`` and the loss scaler.
         """
-        hooks, self._own, folder = self._hooks, own, str(self._folder)
-        scaler = hooks.accelerator.scaler
+        trainer, self._own, folder = self._trainer, own, str(self._folder)
+        scaler = trainer.accelerator.scaler
         fresh = {} if scaler is None else scaler.state_dict()
-        hooks._load_optimizer_and_scheduler(folder)
+        trainer._load_optimizer_and_scheduler(folder)
         if not own.is_loaded:
-            parts = (hooks.optimizer, hooks.lr_scheduler)
+            parts = (trainer.optimizer, trainer.lr_scheduler)
             states = [copy.deepcopy(part.state_dict()) for part in parts]
             self._load_all(own)
             for part, state in zip(parts, states):
@@ -354,10 +362,10 @@ class ResumedTraining:
         own.scaler = {} if scaler is None else scaler.state_dict()
         if scaler is not None and fresh:
             scaler.load_state_dict(fresh)
-        hooks._load_scaler(folder)
+        trainer._load_scaler(folder)
 
     def _load_all(self, own: _OwnState) -> None:
-        accelerator = self._hooks.accelerator
+        accelerator = self._trainer.accelerator
         own.is_loaded = True
         hook = accelerator.register_load_state_pre_hook(self._load_weights)
         try:
@@ -369,30 +377,30 @@ class ResumedTraining:
         finally:
             hook.remove()
         if own.schedule is not None:
-            self._hooks.lr_scheduler.load_state_dict(own.schedule)
+            self._trainer.lr_scheduler.load_state_dict(own.schedule)
 
     def _load_weights(self, models: list[nn.Module], input_dir: str) -> None:
         """Load the weights from the files that ``save_model`` wrote, unless the checkpoint itself holds them."""
         folder, session = Path(input_dir), self._session
         holds = is_own_format(folder) and holds_model(folder)
-        if holds and not session.is_overridden(self._hooks, "_load_from_checkpoint"):
+        if holds and not is_overridden(self._trainer, "_load_from_checkpoint"):
             return  # the Accelerator loads them, but an override is called all the same
         session.keeps_weights_with_state, session.loads_weights_with_state = holds, False
         try:
-            self._hooks._load_from_checkpoint(str(folder))
+            self._trainer._load_from_checkpoint(str(folder))
         finally:
             session.keeps_weights_with_state = False
         if not session.loads_weights_with_state:
             del models[0]
 
     def _load_transformers(self, loader: Any, plan: TrainingPlan) -> ResumePoint:
-        hooks, folder, accelerator = self._hooks, self._folder, self._hooks.accelerator
+        trainer, folder, accelerator = self._trainer, self._folder, self._trainer.accelerator
         if accelerator.parity != "off":
             raise CheckpointError(
                 f"{folder} is in transformers' format, which lacks the state that parity={accelerator.parity!r} needs",
                 do="train with parity='off', or resume from a checkpoint that was saved with this parity",
             )
-        for load in (hooks._load_from_checkpoint, hooks._load_optimizer_and_scheduler, hooks._load_scaler):
+        for load in (trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler, trainer._load_scaler):
             load(str(folder))
         random_states = read_random_states(folder, rank=accelerator.process_index)
         if random_states is None:
@@ -401,7 +409,7 @@ class ResumedTraining:
                 "their current state"
             )
         epoch, used = self._infer_position(loader, plan)
-        if hooks.args.ignore_data_skip or not used:
+        if trainer.args.ignore_data_skip or not used:
             return ResumePoint(epoch=epoch, random_states=random_states)
         self._require_same_ranks(num_ranks_in(folder), within=True)
         return ResumePoint(
@@ -423,13 +431,13 @@ class ResumedTraining:
             CheckpointError: the checkpoint was saved mid-epoch, the data has changed since, and ``allow_changed_data``
                 is not set.
         """
-        hooks, folder = self._hooks, self._folder
-        args, state, batches = hooks.args, hooks.state, plan.batches_per_epoch
+        trainer, folder = self._trainer, self._folder
+        args, state, batches = trainer.args, trainer.state, plan.batches_per_epoch
         epoch, num_steps = divmod(state.global_step, plan.steps_per_epoch)
         used = num_steps * self._size.accumulation_steps
         saved_epoch = state.epoch
         facts = read_facts(folder / ECHELON_DATA)
-        saved_ranks, ranks = num_ranks_in(folder), hooks.accelerator.num_processes
+        saved_ranks, ranks = num_ranks_in(folder), trainer.accelerator.num_processes
         changes = changes_since(facts, loader, num_saved=saved_ranks, num_ranks=ranks)
         has_other_batches = self._saved_batch_size not in (None, self._size.batch_size)  # already reported
         saved_fields = _saved_cursor_fields(folder)
@@ -457,16 +465,16 @@ class ResumedTraining:
                 )
             return (round(saved_epoch), 0) if not is_within else (int(saved_epoch), 0)
         epoch, part = int(saved_epoch), saved_epoch - int(saved_epoch)
-        size = plan.batch_size * hooks.accelerator.session.num_readers
+        size = plan.batch_size * trainer.accelerator.session.num_readers
         if facts is not None and facts.num_samples is not None:  # consumed samples, in whole current batches
             used = round(part * facts.num_samples) // size
         else:
             used = int(part * batches + 1e-6)
-        place = f"training resumes after {used * size} of {plan.num_examples} samples of epoch {epoch}"
+        resumes = f"training resumes after {used * size} of {plan.num_examples} samples of epoch {epoch}"
         if wrong and not self._allows_changed_data:
-            raise changed_data_error(folder, wrong, [place])
+            raise changed_data_error(folder, wrong, [resumes])
         if wrong:
-            warn(f"{folder} was saved in the middle of an epoch over different data ({'; '.join(wrong)}); {place}")
+            warn(f"{folder} was saved in the middle of an epoch over different data ({'; '.join(wrong)}); {resumes}")
         return epoch, used
 
     def _position_without_length(self, saved_fields: Mapping[str, Any], wrong: Sequence[str]) -> tuple[int, int]:
@@ -497,34 +505,34 @@ class ResumedTraining:
             )
         return epoch, used
 
-    def _require_same_run(self, place: TrainCursor) -> None:
+    def _require_same_run(self, cursor: TrainCursor) -> None:
         """Raise if the saved position is not valid with this run's settings."""
-        folder, accelerator = self._folder, self._hooks.accelerator
-        if place.parity != accelerator.parity:
+        folder, accelerator = self._folder, self._trainer.accelerator
+        if cursor.parity != accelerator.parity:
             raise CheckpointError(
-                f"{folder} was saved with parity={place.parity!r}, but this run has parity={accelerator.parity!r}",
-                do=f"set parity={place.parity!r}",
+                f"{folder} was saved with parity={cursor.parity!r}, but this run has parity={accelerator.parity!r}",
+                do=f"set parity={cursor.parity!r}",
             )
         if accelerator.parity == "off":
             return
         shards = accelerator.config.value.canonical_shards
-        if accelerator.parity == "bitwise" and place.canonical_shards != shards:
+        if accelerator.parity == "bitwise" and cursor.canonical_shards != shards:
             raise CheckpointError(
-                f"{folder} was saved with canonical_shards={place.canonical_shards}, but this run has {shards}, so "
+                f"{folder} was saved with canonical_shards={cursor.canonical_shards}, but this run has {shards}, so "
                 "the results would not be bit-identical",
-                do=f"set canonical_shards={place.canonical_shards}",
+                do=f"set canonical_shards={cursor.canonical_shards}",
             )
-        here = global_batch_size(self._hooks.args, accelerator.session.num_readers)
-        if place.batch_size != here:
+        here = global_batch_size(self._trainer.args, accelerator.session.num_readers)
+        if cursor.batch_size != here:
             raise CheckpointError(
-                f"{folder} was saved with global_batch_size={place.batch_size}, but this run has {here}, so its "
+                f"{folder} was saved with global_batch_size={cursor.batch_size}, but this run has {here}, so its "
                 "updates would differ",
-                do=f"remove global_batch_size, or set global_batch_size={place.batch_size}",
+                do=f"remove global_batch_size, or set global_batch_size={cursor.batch_size}",
             )
 
     def _require_same_ranks(self, saved: int, *, within: bool) -> None:
-        folder, here = self._folder, self._hooks.accelerator.session.num_readers
-        if within and self._hooks.accelerator.parity == "off" and saved not in (0, here):
+        folder, here = self._folder, self._trainer.accelerator.session.num_readers
+        if within and self._trainer.accelerator.parity == "off" and saved not in (0, here):
             raise CheckpointError(
                 f"{folder} was saved in the middle of an epoch on {saved} processes, but this run has {here}, so "
                 "samples would be repeated or skipped",
@@ -536,63 +544,12 @@ class ResumedTraining:
             )
 
 
-class _Loaded(NamedTuple):
-    """The result of loading weights, with the fields that torch's ``load_state_dict`` returns."""
-
-    missing_keys: tuple[str, ...] = ()
-    unexpected_keys: tuple[str, ...] = ()
-
-
-def best_folder(args: TrainingArguments, output_dir: Path, best: str) -> Path:
-    """Return the best checkpoint's path, looked up in ``output_dir`` if the run's directory has been moved."""
-    saved_epoch, beside = resolve_path(args, best), output_dir / Path(best).name
-    return beside if beside.is_dir() and not saved_epoch.is_dir() else saved_epoch
-
-
 def _saved_cursor_fields(folder: Path) -> Mapping[str, Any]:
     """Return the cursor fields that echelon adds to transformers' files; empty for transformers' own checkpoints."""
-    place: Mapping[str, Any] = read_optional_json(folder / ECHELON_DATA).get("place", {})
-    return place if place.keys() >= set(CURSOR_FIELDS) else {}
+    found: Mapping[str, Any] = read_optional_json(folder / ECHELON_DATA).get("place", {})
+    return found if found.keys() >= set(CURSOR_FIELDS) else {}
 
 
 def _stored_position(fields: Mapping[str, Any]) -> tuple[int, int]:
     """Return the epoch and the number of its consumed batches from saved cursor fields."""
     return (fields["epoch"] + 1, 0) if fields["is_over"] else (fields["epoch"], fields["num_batches"])
-
-
-def _restart_pass(loader: Any, epoch: int) -> None:
-    """Make the next iteration over ``loader`` start at the first batch, regardless of the state that was loaded."""
-    if isinstance(loader, SupportsSetEpoch):
-        loader.set_epoch(epoch + 1)
-        loader.set_epoch(epoch)
-
-
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
-def load_model_from(
-    model: nn.Module,
-    folder: Path,
-    *,
-    report: Callable[[Any], None],
-    select: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
-) -> None:
-    """Load the weights in ``folder`` into ``model``, or all that was trained for a PEFT model.
-
-    Args:
-        model: the unwrapped module.
-        folder: a checkpoint, or a directory that ``save_model`` wrote.
-        report: called with empty lists of missing and unexpected weights, because any such weight raises an error.
-        select: returns the tensors of this rank's stages of a pipeline. None: ``model`` is whole.
-
-    Raises:
-        UsageError: ``folder`` has no weights.
-        CheckpointError: the weights belong to another model or are damaged.
-    """
-    if has_adapters(bare_module(model)) and holds_adapters(folder):
-        load_adapted_model(bare_module(model), folder, select=select)
-        report(_Loaded())
-        return
-    tensors = read_model_files(folder)
-    load_weights(model, tensors if select is None else select(tensors), source=folder)
-    report(_Loaded())

@@ -11,23 +11,26 @@ import safetensors
 import torch
 from torch import nn
 
+from echelon.accelerator.checkpoint.changed_data import stored_facts
 from echelon.accelerator.models.save_objects import bare_module
-from echelon.checkpoint.formats.transformers import ECHELON_WEIGHTS
+from echelon.base.errors import UsageError
+from echelon.checkpoint.formats.transformers import ECHELON_DATA, ECHELON_WEIGHTS, is_state_file
 from echelon.checkpoint.formats.weight_files import aliases_in
 from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.checkpoint.adapters import has_adapters, trained_state
-from echelon.trainer.checkpoint.best_model import point_to_best
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
     STATE_FILE,
     checkpoint_format,
+    point_to_best,
     remove_surplus,
+    write_json,
 )
-from echelon.trainer.checkpoint.save_model import write_state_tensors
-from echelon.trainer.checkpoint.transformers_layout import save_transformers
-from echelon.trainer.hooks import TrainerHooks
+from echelon.trainer.checkpoint.model_files import write_state_tensors
+from echelon.trainer.checkpoint.train_cursor import CURSOR_FIELDS
 from echelon.trainer.session import TrainerSession
 from echelon.trainer.state import callback_states
+from echelon.trainer.trainer_methods import TrainerMethods
 
 __all__ = ["CheckpointWriter"]
 
@@ -35,8 +38,8 @@ __all__ = ["CheckpointWriter"]
 class CheckpointWriter:
     """Writes a run's checkpoints."""
 
-    def __init__(self, hooks: TrainerHooks, session: TrainerSession) -> None:
-        self._hooks = hooks
+    def __init__(self, trainer: TrainerMethods, session: TrainerSession) -> None:
+        self._trainer = trainer
         self._session = session
 
     def save(self, trial: Any = None) -> bool:
@@ -44,18 +47,18 @@ class CheckpointWriter:
 
         Collective: call on every rank.
         """
-        hooks, session = self._hooks, self._session
-        args, state = hooks.args, hooks.state
-        hooks.store_flos()
-        run_dir = Path(hooks._get_output_dir(trial))
+        trainer, session = self._trainer, self._session
+        args, state = trainer.args, trainer.state
+        trainer.store_flos()
+        run_dir = Path(trainer._get_output_dir(trial))
         output_dir = resolve_path(args, run_dir)
         folder = output_dir / f"{PREFIX}{state.global_step}"
         before = state.best_model_checkpoint
-        point_to_best(hooks, run_dir, saved=session.saved_steps | {state.global_step})
-        state.stateful_callbacks = callback_states([hooks.control, *hooks.callback_handler.callbacks])
-        with hooks.accelerator.checkpoints.store.alone_in(output_dir, prefix=PREFIX):
+        point_to_best(state, run_dir, saved=session.saved_steps | {state.global_step})
+        state.stateful_callbacks = callback_states([trainer.control, *trainer.callback_handler.callbacks])
+        with trainer.accelerator.checkpoints.store.alone_in(output_dir, prefix=PREFIX):
             if checkpoint_format(args) == "transformers":
-                is_written = save_transformers(hooks, session, folder, write_model=self._write_model)
+                is_written = self._save_transformers(folder)
             else:
                 is_written = self._save_own(folder)
         if is_written:
@@ -65,14 +68,14 @@ class CheckpointWriter:
         if is_written and args.should_save:
             remove_surplus(output_dir, limit=args.save_total_limit, best=state.best_model_checkpoint, newest=folder)
         if is_written and args.push_to_hub:
-            hooks._push_from_checkpoint(str(folder))
-        hooks.accelerator.wait_for_everyone()
+            trainer._push_from_checkpoint(str(folder))
+        trainer.accelerator.wait_for_everyone()
         return is_written
 
     def _save_own(self, folder: Path) -> bool:
-        accelerator = self._hooks.accelerator
-        if self._hooks.args.save_only_model:
-            weights = accelerator.get_state_dict(self._hooks.model_wrapped)
+        accelerator = self._trainer.accelerator
+        if self._trainer.args.save_only_model:
+            weights = accelerator.get_state_dict(self._trainer.model_wrapped)
             return accelerator.checkpoints.store.save_files(folder, partial(self._write_beside, weights))
         hook = accelerator.register_save_state_pre_hook(self._before_save)
         try:
@@ -81,11 +84,48 @@ class CheckpointWriter:
             hook.remove()
         return accelerator.checkpoints.store.is_saved
 
+    def _save_transformers(self, folder: Path) -> bool:
+        """Write the checkpoint in transformers' format, in which the Trainer's methods each write their own files.
+
+        Raises:
+            UsageError: the engine does not expose its optimizer state.
+        """
+        trainer, session = self._trainer, self._session
+        accelerator, args = trainer.accelerator, trainer.args
+        if not accelerator.capabilities.exposes_state:
+            raise UsageError(
+                f"checkpoint_format='transformers' does not work with the {accelerator.capabilities.name} engine, which "
+                "writes its state in its own format",
+                where="TrainingArguments.checkpoint_format",
+                do="remove checkpoint_format='transformers'",
+            )
+        accelerator.session.engine.update_loss_scale()  # otherwise due with the next loss
+        accelerator.checkpoints.warn_of_weights_left_out()
+        weights = accelerator.get_state_dict(trainer.model_wrapped)
+        facts = stored_facts(trainer.callback_handler.train_dataloader)
+        saved_fields = {name: getattr(session.cursor, name) for name in CURSOR_FIELDS}
+
+        def write(aside: Path, is_owner: bool) -> None:
+            self._write_beside(weights, aside)
+            if args.save_only_model:
+                return
+            if args.should_save and facts is not None:
+                write_json(aside / ECHELON_DATA, {**facts, "place": saved_fields})
+            trainer._save_optimizer_and_scheduler(str(aside))
+            trainer._save_scaler(str(aside))
+            trainer._save_rng_state(str(aside))
+
+        session.optimizer.saved_state = None if args.save_only_model else trainer.optimizer.full_state_dict()
+        try:
+            return accelerator.checkpoints.store.write_files(folder, write, is_part=is_state_file)
+        finally:
+            session.optimizer.saved_state = None
+
     def _before_save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Write the files that other programs read; if they hold all weights, the checkpoint omits them."""
         folder, state = Path(output_dir), weights[0]
         self._write_beside(state, folder)
-        if self._hooks.args.should_save and (self._files_hold_training(state) or _holds_weights(folder, state)):
+        if self._trainer.args.should_save and (self._files_hold_training(state) or _holds_weights(folder, state)):
             del weights[0]
 
     def _files_hold_training(self, state: Mapping[str, Any]) -> bool:
@@ -94,27 +134,27 @@ class CheckpointWriter:
 
     def _write_beside(self, weights: Any, folder: Path) -> None:
         self._write_model(folder, weights)
-        if self._hooks.args.should_save:
-            self._hooks.state.save_to_json(folder / STATE_FILE)
+        if self._trainer.args.should_save:
+            self._trainer.state.save_to_json(folder / STATE_FILE)
 
     def _write_model(self, folder: Path, weights: Any) -> None:
         """Write the model files, through the user's ``save_model`` if it is overridden."""
         if self._session.interface.overrides_save_model:
-            self._hooks.save_model(str(folder), _internal_call=True)
-        elif self._hooks.args.should_save:
-            self._hooks._save(str(folder), state_dict=weights)
-        if self._hooks.args.should_save and self._has_adapters:
+            self._trainer.save_model(str(folder), _internal_call=True)
+        elif self._trainer.args.should_save:
+            self._trainer._save(str(folder), state_dict=weights)
+        if self._trainer.args.should_save and self._has_adapters:
             trained = self._trained(weights)
-            write_state_tensors(self._hooks.args, self._session, trained, folder / ECHELON_WEIGHTS)
+            write_state_tensors(self._trainer.args, self._session, trained, folder / ECHELON_WEIGHTS)
 
     @property
     def _has_adapters(self) -> bool:
-        return has_adapters(bare_module(self._hooks.model))
+        return has_adapters(bare_module(self._trainer.model))
 
     def _trained(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        groups = self._hooks.optimizer.param_groups
+        groups = self._trainer.optimizer.param_groups
         optimized = {id(parameter) for group in groups for parameter in group["params"]}
-        return trained_state(bare_module(self._hooks.model), state, optimized=optimized)
+        return trained_state(bare_module(self._trainer.model), state, optimized=optimized)
 
 
 def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:

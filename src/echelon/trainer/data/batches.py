@@ -1,4 +1,4 @@
-"""Operations on a batch's tensors: move, detach, truncate, concatenate and count samples."""
+"""Operations on a batch's tensors: move, detach, truncate, concatenate, count samples, and prepare sequences to be cut."""
 
 from __future__ import annotations
 
@@ -7,11 +7,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from echelon.accelerator.metrics import is_column
 from echelon.accelerator.prepare.prepare_arguments import contents, is_record, leaves, map_tensors, rebuild_like
+from echelon.accelerator.sequences import shift_labels
+from echelon.base.errors import ConfigError
+from echelon.trainer.data.num_items import shifts_labels
 
-__all__ = ["batch_size", "concatenate", "cut", "detach", "fill", "map_tensors", "to_device", "to_numpy"]
+__all__ = [
+    "batch_size",
+    "concatenate",
+    "cut",
+    "detach",
+    "fill",
+    "map_tensors",
+    "sequence_inputs",
+    "to_device",
+    "to_numpy",
+]
 
 
 def to_device(data: Any, device: torch.device) -> Any:
@@ -76,6 +90,42 @@ def concatenate(parts: list[Any], *, padding: int = -100) -> Any:
     if isinstance(first, (list, tuple)):
         return rebuild_like(first, [concatenate(list(column), padding=padding) for column in zip(*parts)])
     raise TypeError(f"predictions contain a {type(first).__name__}, not only tensors")
+
+
+def sequence_inputs(
+    model: nn.Module, inputs: Any, *, own_losses: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Return a batch with labels shifted over whole sequences and with position ids, and its tensors with the sequence.
+
+    Args:
+        model: the model, not wrapped, whose sequences are cut over ranks (``cp_size``, ``sp_size``).
+        own_losses: by setting, functions that compute the loss outside the model; None if they are not set.
+
+    Raises:
+        ConfigError: the batch has no ``input_ids``, or the loss is computed outside the model.
+    """
+    setting = "TrainingArguments.parallelism_config (cp_size or sp_size)"
+    if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), torch.Tensor):
+        raise ConfigError(
+            "the batch has no input_ids whose sequence could be cut", where=setting, do="set the size to 1"
+        )
+    for name, function in own_losses.items():
+        if function is not None:
+            raise ConfigError(
+                f"{name} shifts labels inside this rank's piece of the sequence",
+                where=setting,
+                do="override compute_loss, which gets the batch with shift_labels, or set the size to 1",
+            )
+    batch = dict(inputs)
+    shape = batch["input_ids"].shape[:2]
+    if isinstance(batch.get("labels"), torch.Tensor) and "shift_labels" not in batch and shifts_labels(model):
+        batch["shift_labels"] = shift_labels(batch["labels"])
+    if "position_ids" not in batch:
+        positions = torch.arange(shape[1], device=batch["input_ids"].device)
+        batch["position_ids"] = positions.expand(shape[0], -1)
+    # Copies of the objects, because the block changes them in place, and the loop may use the batch again.
+    batch = {k: v.detach() if isinstance(v, torch.Tensor) and v.shape[:2] == shape else v for k, v in batch.items()}
+    return batch, [v for v in batch.values() if isinstance(v, torch.Tensor) and v.shape[:2] == shape]
 
 
 def _lengthen(tensor: torch.Tensor, length: int, padding: int) -> torch.Tensor:

@@ -88,7 +88,6 @@ def kept_columns(model: nn.Module, *, label_names: Sequence[str], own_loss: bool
     """Return the columns that ``model`` uses, or None if its forward accepts any column.
 
     Args:
-        model: the model whose ``forward`` is inspected.
         label_names: names of the label columns, including those that forward does not accept.
         own_loss: whether the loss is computed outside the model.
     """
@@ -123,13 +122,11 @@ class ColumnFilter:
     def __init__(self, collator: Callable[[Any], Any], kept: KeptColumns) -> None:
         self.collator = collator
         self.kept = kept
-        self.dropped: frozenset[str] = frozenset()
 
     def __call__(self, features: Sequence[Any]) -> Any:
         """Collate ``features`` into a batch."""
         if features and isinstance(features[0], Mapping):
-            dropped = [name for name in features[0] if not self.kept.keeps(name)]
+            dropped = {name for name in features[0] if not self.kept.keeps(name)}
             if dropped:
-                self.dropped = frozenset(dropped)
-                features = [{k: v for k, v in row.items() if k not in self.dropped} for row in features]
+                features = [{k: v for k, v in row.items() if k not in dropped} for row in features]
         return self.collator(features)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +15,29 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
 from echelon.trainer.arguments.training_arguments import TrainingArguments
-from echelon.trainer.data.balanced_batches import BalancedBatchSampler
-from echelon.trainer.data.columns import Table
-from echelon.trainer.data.length_grouped_sampler import LengthGroupedSampler, lengths_of
-from echelon.trainer.hooks import TrainerHooks
-from echelon.trainer.signatures import num_positional
+from echelon.trainer.data.columns import KeptColumns
+from echelon.trainer.data.length_samplers import BalancedBatchSampler, LengthGroupedSampler, lengths_of
 
-__all__ = ["as_dataset", "build_loader", "choose_eval_dataset", "require_train_dataset", "train_sampler"]
+__all__ = ["LoaderSource", "as_dataset", "choose_eval_dataset", "local_loader", "train_sampler"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoaderSource:
+    """What an evaluation's loader was built from, to tell whether it can be used again."""
+
+    dataset: Any
+    collator: Any
+    accelerator: Any
+    _: KW_ONLY
+    batch_size: int
+    columns: KeptColumns | None
+
+    def equals(self, other: LoaderSource) -> bool:
+        """Return whether both name the same objects and equal settings."""
+        are_same = (
+            self.dataset is other.dataset and self.collator is other.collator and self.accelerator is other.accelerator
+        )
+        return are_same and (self.batch_size, self.columns) == (other.batch_size, other.columns)
 
 
 def as_dataset(data: Any) -> Any:
@@ -60,11 +77,7 @@ def train_sampler(
     The prepared loader makes the order depend only on the seed and the epoch.
 
     Args:
-        args: training arguments.
         dataset: the training data; if it has no length, no sampler is returned.
-        batch_size: samples per rank in one forward pass.
-        accumulation: forward passes per optimizer step.
-        num_ranks: number of ranks.
         tokenizer: its first ``model_input_names`` entry (default: ``input_ids``) is the column that defines lengths.
         whole: the dataset with all its columns, one of which may hold the lengths.
     """
@@ -90,20 +103,6 @@ def train_sampler(
     )
 
 
-def require_train_dataset(dataset: Any) -> None:
-    """Check that there is training data.
-
-    Raises:
-        UsageError: ``dataset`` is None.
-    """
-    if dataset is None:
-        raise UsageError(
-            "train_dataset is None",
-            where="Trainer(train_dataset=)",
-            do="pass train_dataset, or override get_train_dataloader",
-        )
-
-
 def choose_eval_dataset(given: Any, own: Any) -> Any:
     """Return the dataset to evaluate: ``given``, the dataset in ``own`` that ``given`` names, or ``own`` itself.
 
@@ -125,44 +124,7 @@ def choose_eval_dataset(given: Any, own: Any) -> Any:
     return as_dataset(dataset)
 
 
-def build_loader(
-    hooks: TrainerHooks,
-    dataset: Any,
-    *,
-    description: str,
-    batch_size: int,
-    sampler_fn: Callable[..., Sampler[Any] | None] | None,
-    purpose: Literal["train", "eval"],
-) -> DataLoader[Any]:
-    """Return a loader for ``dataset``, sharded across ranks, with the columns that the model accepts.
-
-    Args:
-        hooks: the Trainer's hooks.
-        dataset: a dataset.
-        description: the dataset's name in messages.
-        batch_size: samples per batch on this rank; in the exact modes, across all ranks.
-        sampler_fn: takes the dataset and returns its sampler; not called for an iterable dataset.
-        purpose: whether ``already_sharded`` applies.
-    """
-    args, accelerator = hooks.args, hooks.accelerator
-    collator, is_iterable = hooks.data_collator, isinstance(dataset, IterableDataset)
-    if isinstance(dataset, Table) and not is_iterable:
-        dataset = hooks._remove_unused_columns(dataset, description=description)
-    else:
-        collator = hooks._get_collator_with_removed_columns(collator, description=description)
-    sampler = None
-    if sampler_fn is not None and not is_iterable:
-        sampler = sampler_fn() if num_positional(sampler_fn) == 0 else sampler_fn(dataset)
-    rank, device = accelerator.session.data_world.rank, accelerator.device
-    loader = _local_loader(
-        args, dataset, collator=collator, batch_size=batch_size, sampler=sampler, rank=rank, device=device
-    )
-    # None: not specified, the loader detects it.
-    is_sharded = {"true": True, purpose: True, "false": False}.get(args.already_sharded or "none")
-    return accelerator.prepare_data_loader(loader, already_sharded=is_sharded)
-
-
-def _local_loader(
+def local_loader(
     args: TrainingArguments,
     dataset: Any,
     *,
@@ -172,6 +134,7 @@ def _local_loader(
     rank: int,
     device: torch.device,
 ) -> DataLoader[Any]:
+    """Return a loader for ``dataset`` on this rank, before it is prepared."""
     workers = args.dataloader_num_workers
     options: dict[str, Any] = {
         "batch_size": batch_size,

@@ -103,13 +103,7 @@ def warn_of_wrong_length(
     """Warn that an epoch has more or fewer batches than planned.
 
     Args:
-        plan: the run's training plan.
-        loader: the training data loader.
-        epoch: zero-based index of the epoch.
-        num_batches: number of batches trained on.
-        has_more: whether more batches follow.
         ends: whether the epoch ends anyway, because the data seems infinite.
-        max_steps: the value of the user's setting.
     """
     is_short = num_batches < plan.batches_per_epoch
     more = ", with more to come" if has_more else ""

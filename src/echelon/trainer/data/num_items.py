@@ -1,4 +1,4 @@
-"""Counts a batch's labels, and detects whether a loss is divided by their number."""
+"""Counts a batch's labels and tokens, and detects whether a loss is divided by the number of labels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["WatchedNumber", "count_items", "ignored_number", "shifts_labels"]
+from echelon.base.errors import UsageError
+
+__all__ = ["WatchedNumber", "count_items", "items_of", "num_tokens", "shifts_labels"]
 
 # Values of ``loss_type`` in transformers whose loss shifts the labels.
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")
@@ -28,6 +30,54 @@ def count_items(batch: Any, *, shifts: bool) -> torch.Tensor | None:
         labels = labels[..., 1:]
     count: torch.Tensor = labels.ne(-100).sum()
     return count
+
+
+def items_of(inputs: Any, *, shifts: bool) -> int | None:
+    """Return the number of labels that a batch's loss averages over, or None if it averages over samples.
+
+    Integer labels count unless they are -100, as in torch's cross entropy. ``shifts``: see ``count_items``.
+    """
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.is_complex():
+        return None
+    count = count_items(inputs, shifts=shifts)
+    return None if count is None else int(count)
+
+
+def num_tokens(inputs: Any, *, model: nn.Module, with_padding: bool, tokenizer: Any) -> int:
+    """Return the number of tokens in the main input column of ``model`` (``main_input_name``, default ``input_ids``).
+
+    Args:
+        with_padding: count all tokens; otherwise, exclude padding by the attention mask or the padding token.
+        tokenizer: its ``pad_token_id`` is used if there is no attention mask.
+
+    Raises:
+        UsageError: the batch has no such column, or padding cannot be identified.
+    """
+    name = getattr(model, "main_input_name", "input_ids")
+    if not isinstance(inputs, Mapping) or name not in inputs:
+        columns = (
+            ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"the elements of a {type(inputs).__name__}"
+        )
+        raise UsageError(
+            f"cannot count tokens: the batch has no {name!r}, only {columns}",
+            where="TrainingArguments.include_num_input_tokens_seen",
+            do=f"set {type(model).__name__}.main_input_name to the column that holds the tokens",
+        )
+    tokens: torch.Tensor = inputs[name]
+    if with_padding:
+        return tokens.numel()
+    if "attention_mask" in inputs:
+        return int(inputs["attention_mask"].sum())
+    token = getattr(tokenizer, "pad_token_id", None)
+    if token is None:
+        raise UsageError(
+            "cannot exclude padding from the token count, because there is neither an attention_mask nor a "
+            "pad_token_id",
+            where="TrainingArguments.include_num_input_tokens_seen",
+            do="set include_num_input_tokens_seen='all', or pass the tokenizer to the Trainer as processing_class",
+        )
+    return int((tokens != token).sum())
 
 
 def shifts_labels(model: nn.Module) -> bool:
@@ -67,19 +117,3 @@ def _plain(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_plain(part) for part in value)
     return value
-
-
-def ignored_number(*, who: str, factor: int, of: str, do: str) -> str:
-    """Return the warning for a loss that is not divided by the number of items.
-
-    Args:
-        who: the function that computes the loss.
-        factor: factor by which the loss is too large.
-        of: what the factor consists of.
-        do: advice to the user.
-    """
-    return (
-        f"{who} accepts num_items_in_batch, the number of labels in the whole update, but does not use it, so its loss "
-        "counts "
-        f"{factor} times in the gradients and in the logs ({of}), as in transformers. {do}"
-    )

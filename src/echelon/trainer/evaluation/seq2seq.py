@@ -15,7 +15,7 @@ from torch import nn
 
 from echelon.base.errors import ConfigError, UsageError
 from echelon.trainer.arguments.training_arguments import TrainingArguments, setting
-from echelon.trainer.evaluation.prediction_step import predict_batch
+from echelon.trainer.evaluation.evaluation_loop import predict_batch
 from echelon.trainer.results import PredictionOutput
 from echelon.trainer.trainer import Trainer
 

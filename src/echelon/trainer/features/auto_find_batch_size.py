@@ -12,8 +12,8 @@ import torch
 
 from echelon.accelerator.memory import find_executable_batch_size, should_reduce_batch_size
 from echelon.base.errors import ConfigError, UsageError
-from echelon.trainer.hooks import TrainerHooks
 from echelon.trainer.results import TrainOutput
+from echelon.trainer.trainer_methods import TrainerMethods
 
 __all__ = ["evaluation_memory_error", "smaller_batch_sizes", "find_batch_size_and_train"]
 
@@ -25,7 +25,7 @@ def smaller_batch_sizes(batch_size: int, *, accumulation: int) -> list[int]:
 
 
 def find_batch_size_and_train(
-    hooks: TrainerHooks, attempt: Callable[[int], TrainOutput], *, batch_size: int, accumulation: int
+    trainer: TrainerMethods, attempt: Callable[[int], TrainOutput], *, batch_size: int, accumulation: int
 ) -> TrainOutput:
     """Call ``attempt(batch_size)`` with decreasing batch sizes until one fits into memory.
 
@@ -38,15 +38,15 @@ def find_batch_size_and_train(
         ConfigError: the model is sharded.
         UsageError: even a batch of one sample does not fit into memory.
     """
-    if hooks.accelerator.capabilities.shards_parameters:
+    if trainer.accelerator.capabilities.shards_parameters:
         raise ConfigError(
             "auto_find_batch_size does not support sharded models",
             where="TrainingArguments.auto_find_batch_size",
             do="remove auto_find_batch_size and set per_device_train_batch_size",
         )
     sizes = iter([*smaller_batch_sizes(batch_size, accumulation=accumulation), 0])
-    weights = {name: value.detach().cpu().clone() for name, value in hooks.model.state_dict().items()}
-    initial = hooks.optimizer, hooks.lr_scheduler
+    weights = {name: value.detach().cpu().clone() for name, value in trainer.model.state_dict().items()}
+    initial = trainer.optimizer, trainer.lr_scheduler
     states = [None if one is None else copy.deepcopy(one.state_dict()) for one in initial]
     rng_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     tries = 0
@@ -55,14 +55,14 @@ def find_batch_size_and_train(
         nonlocal tries
         tries += 1
         if tries > 1:
-            hooks.accelerator.free_memory()
-            hooks.model_wrapped = hooks.model
-            hooks.model.load_state_dict(weights)
-            hooks.optimizer, hooks.lr_scheduler = initial
+            trainer.accelerator.free_memory()
+            trainer.model_wrapped = trainer.model
+            trainer.model.load_state_dict(weights)
+            trainer.optimizer, trainer.lr_scheduler = initial
             for one, state in zip(initial, states):
                 if one is not None and state is not None:
                     one.load_state_dict(state)
-            hooks.model.zero_grad()
+            trainer.model.zero_grad()
             random.setstate(rng_states[0])
             np.random.set_state(rng_states[1])
             torch.set_rng_state(rng_states[2])

@@ -16,10 +16,9 @@ from echelon.base.logging import get_logger
 from echelon.base.optional import require
 from echelon.trainer.arguments.enums import HubStrategy
 from echelon.trainer.arguments.training_arguments import TrainingArguments
-from echelon.trainer.callbacks.loss_table import loss_rows
-from echelon.trainer.hooks import TrainerHooks, notify
+from echelon.trainer.callbacks.progress_bars import loss_rows
 
-__all__ = ["CARD_FILE", "HubUpload", "model_card", "push", "write_card"]
+__all__ = ["CARD_FILE", "HubUpload", "tags_of", "write_card"]
 
 logger = get_logger(__name__)
 
@@ -151,83 +150,65 @@ class HubUpload:
         )
 
 
-def push(
-    hooks: TrainerHooks,
-    hub: HubUpload,
-    message: str | None,
-    *,
-    blocking: bool,
-    token: str | None,
-    revision: str | None,
-    card: Mapping[str, Any],
-    wait: Callable[[], None],
-) -> Any:
-    """Implement ``Trainer.push_to_hub``.
-
-    Args:
-        hooks: the Trainer's hooks.
-        hub: an existing repository.
-        message: the commit message.
-        blocking: wait for the upload.
-        token: a Hub access token.
-        revision: branch.
-        card: the arguments for ``create_model_card``.
-        wait: function that waits for the background uploads.
-
-    Collective: call on every rank.
-    """
-    notify(hooks, "on_push_begin")
-    hooks.save_model(_internal_call=True)
-    result = None
-    if hooks.is_world_process_zero():
-        tags = _tags_of(hooks.model, card.get("tags"))
-        hooks.create_model_card(**{**card, **({"tags": tags} if tags else {})})
-        wait()
-        result = hub.upload(
-            message or "End of training",
-            blocking=blocking,
-            token=token,
-            revision=revision if revision is not None else hooks.args.hub_revision,
-        )
-    hooks.accelerator.wait_for_everyone()
-    return result
-
-
-def _tags_of(model: Any, given: Any) -> list[str]:
+def tags_of(model: Any, given: Any) -> list[str]:
     """Return the tags in ``given`` (one or several) followed by the model's own tags."""
     tags = [given] if isinstance(given, str) else list(given or ())
     return [*tags, *(tag for tag in getattr(model, "model_tags", None) or () if tag not in tags)]
 
 
 def write_card(
-    hooks: TrainerHooks, output_dir: Path, metadata: Mapping[str, Any], *, name: str | None, data: Any
+    output_dir: Path,
+    model: Any,
+    args: TrainingArguments,
+    log_history: Sequence[Mapping[str, Any]],
+    metadata: Mapping[str, Any],
+    *,
+    name: str | None,
+    data: Any,
 ) -> None:
-    """Write the model card to the output directory."""
+    """Write the model card to the output directory: metadata as YAML, results, settings and versions."""
+    import yaml  # noqa: PLC0415 - slows down imports
+
     base, tags, title = metadata["base_model"], metadata["tags"], name or output_dir.absolute().name
+    base = base or getattr(getattr(model, "config", None), "_name_or_path", None)
+    evaluation, names = _last_evaluation(log_history), _as_list(data)
     results = _results(
-        _last_evaluation(hooks.state.log_history),
+        evaluation,
         tasks=metadata["pipeline_tag"],
         data=data,
         data_tags=metadata["datasets"],
         data_args=metadata["dataset_args"],
     )
-    given = {
-        "library_name": "transformers" if hasattr(hooks.model, "push_to_hub") else "pytorch",
+    head = {
+        "library_name": "transformers" if hasattr(model, "push_to_hub") else "pytorch",
         **{key: value for key, value in metadata.items() if key != "dataset_args"},
-        "base_model": base or getattr(getattr(hooks.model, "config", None), "_name_or_path", None),
+        "base_model": base,
         "tags": [*([tags] if isinstance(tags, str) else tags or []), "generated_from_trainer"],
         "model-index": [{"name": title, "results": results}],
     }
-    text = model_card(
-        hooks.args,
-        hooks.state.log_history,
-        name=title,
-        metadata=given,
-        data=data,
-        versions={"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    )
+    head = {key: value for key, value in head.items() if value}
+    lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip(), "---", "", f"# {title}", ""]
+    if base or names:
+        origin = f"A fine-tuned version of {base}" if base else "Trained"
+        lines += [f"{origin}{' on ' if names else ''}{', '.join(names)}.", ""]
+    if evaluation:
+        lines += ["On the evaluation set:", ""]
+        lines += [
+            f"- {key.removeprefix('eval_')}: {value:.4g}" if isinstance(value, float) else f"- {key}: {value}"
+            for key, value in evaluation.items()
+            if key.startswith("eval_") and not key.endswith(("_runtime", "_per_second", "_time"))
+        ]
+        lines.append("")
+    lines += ["## Training", ""]
+    lines += [f"- {setting}: {getattr(args, setting)}" for setting in _SETTINGS if getattr(args, setting)]
+    lines.append("")
+    if (rows := loss_rows(log_history, by="step")) is not None:
+        table = ["| " + " | ".join(row) + " |" for row in rows]
+        lines += [table[0], "|" + " ---: |" * len(rows[0]), *table[1:], ""]
+    versions = {"echelon": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    lines += ["## Versions", "", *(f"- {package} {version}" for package, version in versions.items()), ""]
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / CARD_FILE).write_text(text, encoding="utf-8")
+    (output_dir / CARD_FILE).write_text("\n".join(lines), encoding="utf-8")
 
 
 def _last_evaluation(log_history: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -263,42 +244,3 @@ def _results(
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else [value] if isinstance(value, str) else list(value)
-
-
-def model_card(
-    args: TrainingArguments,
-    log_history: Sequence[Mapping[str, Any]],
-    *,
-    name: str,
-    metadata: Mapping[str, Any],
-    data: Any,
-    versions: Mapping[str, str],
-) -> str:
-    """Return a model card's text: metadata as YAML, results, settings and versions."""
-    import yaml  # noqa: PLC0415 - slows down imports
-
-    head = {key: value for key, value in metadata.items() if value}
-    lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip() if head else "", "---", ""]
-    lines += [f"# {name}", ""]
-    base, names = metadata.get("base_model"), [data] if isinstance(data, str) else list(data or ())
-    if base or names:
-        lines += [
-            f"{f'A fine-tuned version of {base}' if base else 'Trained'}{' on ' if names else ''}{', '.join(names)}.",
-            "",
-        ]
-    if evaluation := _last_evaluation(log_history):
-        lines += ["On the evaluation set:", ""]
-        lines += [
-            f"- {key.removeprefix('eval_')}: {value:.4g}" if isinstance(value, float) else f"- {key}: {value}"
-            for key, value in evaluation.items()
-            if key.startswith("eval_") and not key.endswith(("_runtime", "_per_second", "_time"))
-        ]
-        lines.append("")
-    lines += ["## Training", ""]
-    lines += [f"- {setting}: {getattr(args, setting)}" for setting in _SETTINGS if getattr(args, setting)]
-    lines.append("")
-    if (rows := loss_rows(log_history, by="step")) is not None:
-        table = ["| " + " | ".join(row) + " |" for row in rows]
-        lines += [table[0], "|" + " ---: |" * len(rows[0]), *table[1:], ""]
-    lines += ["## Versions", "", *(f"- {package} {version}" for package, version in versions.items()), ""]
-    return "\n".join(lines)

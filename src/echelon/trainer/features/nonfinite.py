@@ -80,8 +80,6 @@ def first_bad(
     Searches the batches, the weights, a repeated forward pass, and the gradients.
 
     Args:
-        model: the model, which holds the update's gradients.
-        group: the update's batches.
         compute_loss: ``compute_loss(model, batch)`` for the repeated forward pass; None skips it.
     """
     for inputs in group:

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from echelon.accelerator import AcceleratedOptimizer, DummyOptim, DummyScheduler
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.optional import require
 from echelon.trainer.arguments.enums import OptimizerNames
+from echelon.trainer.arguments.plugins import deepspeed_optimizer, deepspeed_schedule
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.optim.adafactor import Adafactor
+from echelon.trainer.optim.lr_schedules import get_scheduler
 
 __all__ = [
+    "build_optimizer",
+    "build_scheduler",
     "decay_parameter_names",
     "find_param_group",
     "optimizer_class_and_arguments",
     "param_groups_of",
     "parameter_groups",
-    "without_compiler",
+    "set_optimizer_mode",
+    "unwrapped",
 ]
 
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -39,7 +45,6 @@ def optimizer_class_and_arguments(
     For optimizers that define their own parameter groups, the arguments include them as ``params``.
 
     Args:
-        args: training arguments.
         model: required by optimizers that define their own parameter groups.
 
     Raises:
@@ -67,36 +72,52 @@ def optimizer_class_and_arguments(
     raise AssertionError(kind)
 
 
-def without_compiler(kind: type[Optimizer]) -> type[Optimizer]:
-    """Return ``kind`` or, if nothing has imported torch's compiler yet, an equivalent class that does not import it.
-
-    A process's first optimizer imports ``torch._dynamo`` (which takes longer than importing torch) only to mark its
-    methods with ``torch._disable_dynamo``. The returned class has the unmarked methods. Pickling or copying an instance
-    yields an instance of ``kind``.
-
-    Args:
-        kind: any class; classes outside torch are returned unchanged.
-
-    Source: ``functools.wraps`` ("__wrapped__ ... allows access to the original function for ... bypassing a decorator").
-    """
-    if "torch._dynamo" in sys.modules or not f"{kind.__module__}.".startswith("torch.optim."):
-        return kind
-    marked = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
-    methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name), stop=_is_foreign) for name in marked}
-    step: Any = inspect.unwrap(kind.step, stop=_is_foreign)
-    methods["step"] = torch.no_grad()(step)  # as torch's own decorator of step does
-
-    def reduce(self: Any) -> tuple[Any, ...]:
-        return object.__new__, (kind,), self.__getstate__()
-
-    # Error messages and type checks by name see ``kind``.
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {**names, **methods, "__reduce__": reduce})
+# Optimizers with their own parameter groups name them in one of these ways, as in transformers.
+_PARAMETERS = ("params", "model", "optimizer_dict")
 
 
-def _is_foreign(function: Any) -> bool:
-    """Return whether ``function`` is a wrapper defined outside torch."""
-    return not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
+def build_optimizer(
+    args: TrainingArguments, model: nn.Module, kind: Any, options: Mapping[str, Any], *, decaying: list[str]
+) -> Optimizer | DummyOptim:
+    """Return a new optimizer of class ``kind``; ``decaying`` names the parameters that weight decay applies to."""
+    given = dict(options)
+    groups: Any = parameter_groups(model, decaying=decaying, weight_decay=args.weight_decay)
+    if isinstance(kind, type) and any("__call__" in vars(owner) for owner in kind.__mro__[:-1]):
+        factory: Any = kind()  # as in transformers
+        return factory(model, **given)  # type: ignore[no-any-return]
+    for name in _PARAMETERS:
+        groups = given.pop(name, groups)
+    return deepspeed_optimizer(args, groups) or kind(groups, **given)
+
+
+def build_scheduler(
+    args: TrainingArguments, optimizer: Optimizer, num_steps: int, *, num_shares: int
+) -> LRScheduler | DummyScheduler:
+    """Return a new scheduler; ``num_shares`` divides the step count of DeepSpeed's scheduler."""
+    options = args.lr_scheduler_kwargs
+    assert options is None or isinstance(options, dict), options
+    make = partial(
+        get_scheduler,
+        args.lr_scheduler_type,
+        num_warmup_steps=args.get_warmup_steps(num_steps),
+        num_training_steps=num_steps,
+        scheduler_specific_kwargs=options,
+    )
+    return deepspeed_schedule(
+        args, optimizer, num_steps=num_steps, num_shares=num_shares, make=lambda own: make(optimizer=own)
+    ) or make(optimizer=optimizer)
+
+
+def set_optimizer_mode(optimizer: Any, mode: Literal["train", "eval"]) -> None:
+    """Switch a schedule-free optimizer, which has separate weights for evaluation, to ``mode``."""
+    switch = getattr(unwrapped(optimizer), mode, None)
+    if callable(switch):
+        switch()
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that the Accelerator has prepared."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 _Found = tuple[type[Optimizer], dict[str, Any]]
@@ -162,8 +183,6 @@ def _target_weights(wanted: Any, model: nn.Module | None, *, optimizer: str) -> 
 
     Args:
         wanted: ``all-linear``, a regular expression that matches the full name, or a list of substrings or expressions.
-        model: the model.
-        optimizer: the optimizer's name for the error message.
     """
     if wanted is None or model is None:
         raise ConfigError(

@@ -1,0 +1,128 @@
+"""The files that ``save_model`` writes, in the formats that other programs read: weights, tokenizer and arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from echelon.accelerator.checkpoint.folders import read_model_files
+from echelon.accelerator.models.save_objects import bare_module
+from echelon.accelerator.models.save_weights import load_weights
+from echelon.accelerator.models.weight_check import shortened
+from echelon.base.errors import UsageError
+from echelon.base.warnings import warn
+from echelon.checkpoint.formats import transformers as transformers_format
+from echelon.checkpoint.formats.torch_files import write_pickled
+from echelon.checkpoint.formats.weight_files import write_tensors
+from echelon.trainer.arguments.training_arguments import TrainingArguments
+from echelon.trainer.checkpoint.adapters import (
+    has_adapters,
+    holds_adapters,
+    load_adapted_model,
+    saves_itself,
+    trained_state,
+    warn_of_weights_outside,
+)
+from echelon.trainer.checkpoint.checkpoint_folders import (
+    ARGUMENTS_FILE,
+    WEIGHTS_FILE,
+    SavesItself,
+    checkpoint_format,
+    write_json,
+)
+from echelon.trainer.session import TrainerSession
+
+__all__ = ["load_model_from", "write_model_files", "write_state_tensors"]
+
+
+def write_model_files(
+    args: TrainingArguments,
+    session: TrainerSession,
+    wrapped: nn.Module,
+    state_dict: Mapping[str, Any] | None,
+    folder: Path,
+    processing_class: Any,
+) -> None:
+    """Write the weights (default: those of the model), the tokenizer and the arguments to ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model: Any = bare_module(wrapped)
+    state = model.state_dict() if state_dict is None else state_dict
+    if saves_itself(model):
+        model.save_pretrained(str(folder), state_dict=state)
+        if has_adapters(model) and not session.is_warned_of_weights_outside:
+            session.is_warned_of_weights_outside = warn_of_weights_outside(model, trained_state(model, state), folder)
+    else:
+        write_state_tensors(args, session, state, folder / WEIGHTS_FILE)
+    if isinstance(processing_class, SavesItself):
+        processing_class.save_pretrained(str(folder))
+    if checkpoint_format(args) == "transformers":
+        args = copy.copy(args)
+        args.hub_token = None  # a secret
+        write_pickled(args, folder / transformers_format.ARGUMENTS)
+    else:
+        write_json(folder / ARGUMENTS_FILE, args.to_dict())
+
+
+def write_state_tensors(args: TrainingArguments, session: TrainerSession, state: Mapping[str, Any], path: Path) -> None:
+    """Write the tensors of ``state`` to a safetensors file; warn once of entries that it cannot hold.
+
+    Raises:
+        UsageError: there are such entries, and a checkpoint would not hold them elsewhere.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    others = sorted(state.keys() - tensors.keys())
+    if others and (args.save_only_model or checkpoint_format(args) == "transformers"):
+        setting = "save_only_model=True" if args.save_only_model else "checkpoint_format='transformers'"
+        raise UsageError(
+            f"{path.name} holds only tensors, not {shortened(others)} of the model's state dict, so a checkpoint with "
+            f"{setting} would lack them",
+            where="TrainingArguments",
+            do=f"remove {setting}, or return a tensor from the module's get_extra_state()",
+        )
+    if others and not session.is_warned_of_other_state:
+        session.is_warned_of_other_state = True
+        warn(
+            f"{path.name} holds only tensors, not {shortened(others)} of the model's state dict. Checkpoints hold them; "
+            "files written by save_model() do not. To save them there, too, return a tensor from the module's "
+            "get_extra_state()"
+        )
+    write_tensors(tensors, path)
+
+
+class _Loaded(NamedTuple):
+    """The result of loading weights, with the fields that torch's ``load_state_dict`` returns."""
+
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+
+
+def load_model_from(
+    model: nn.Module,
+    folder: Path,
+    *,
+    report: Callable[[Any], None],
+    select: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> None:
+    """Load the weights in ``folder`` into ``model``, or all that was trained for a PEFT model.
+
+    Args:
+        folder: a checkpoint, or a directory that ``save_model`` wrote.
+        report: called with empty lists of missing and unexpected weights, because any such weight raises an error.
+        select: returns the tensors of this rank's stages of a pipeline. None: ``model`` is whole.
+
+    Raises:
+        UsageError: ``folder`` has no weights.
+        CheckpointError: the weights belong to another model or are damaged.
+    """
+    if has_adapters(bare_module(model)) and holds_adapters(folder):
+        load_adapted_model(bare_module(model), folder, select=select)
+        report(_Loaded())
+        return
+    tensors = read_model_files(folder)
+    load_weights(model, tensors if select is None else select(tensors), source=folder)
+    report(_Loaded())
