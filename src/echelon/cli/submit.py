@@ -32,44 +32,42 @@ def command() -> None:
     """
 
 
-def _common(function: Any) -> Any:
-    """Add the options common to all clusters."""
-    options = [
-        click.argument("script", metavar="SCRIPT"),
-        click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]..."),
-        click.option(
-            "--nodes", "--num-machines", type=click.IntRange(min=1), default=1, help="Number of machines (default: 1)."
-        ),
-        click.option(
-            "--nproc-per-node",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Processes per machine (default: --gpus-per-node, else 1).",
-        ),
-        click.option("--gpus-per-node", type=click.IntRange(min=0), metavar="N", help="GPUs per machine."),
-        click.option("--mem", metavar="SIZE", help="Memory per machine."),
-        click.option(
-            "--env", multiple=True, metavar="NAME=VALUE", help="Set an environment variable of the job; repeatable."
-        ),
-        click.option(
-            "--launch-args",
-            default="",
-            metavar="TEXT",
-            help="Additional flags for echelon launch, such as '--parity exact'.",
-        ),
-        click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, as python -m does."),
-        click.option("--no-python", is_flag=True, help="Run SCRIPT as a program, without Python."),
-        click.option(
-            "--output", metavar="FILE", help="Write the batch script or manifest to FILE without submitting it."
-        ),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return function
+# The options common to all clusters.
+_COMMON = (
+    click.Argument(["script"], metavar="SCRIPT"),
+    click.Argument(["args"], nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]..."),
+    click.Option(
+        ["--nodes", "--num-machines"],
+        type=click.IntRange(min=1),
+        default=1,
+        help="Number of machines (default: 1).",
+    ),
+    click.Option(
+        ["--nproc-per-node"],
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Processes per machine (default: --gpus-per-node, else 1).",
+    ),
+    click.Option(["--gpus-per-node"], type=click.IntRange(min=0), metavar="N", help="GPUs per machine."),
+    click.Option(["--mem"], metavar="SIZE", help="Memory per machine."),
+    click.Option(
+        ["--env"], multiple=True, metavar="NAME=VALUE", help="Set an environment variable of the job; repeatable."
+    ),
+    click.Option(
+        ["--launch-args"],
+        default="",
+        metavar="TEXT",
+        help="Additional flags for echelon launch, such as '--parity exact'.",
+    ),
+    click.Option(["-m", "--module"], is_flag=True, help="Run SCRIPT as a module, as python -m does."),
+    click.Option(["--no-python"], is_flag=True, help="Run SCRIPT as a program, without Python."),
+    click.Option(
+        ["--output"], metavar="FILE", help="Write the batch script or manifest to FILE without submitting it."
+    ),
+)
 
 
-@command.command("slurm", context_settings=_SETTINGS)
-@_common
+@command.command("slurm", params=[*_COMMON], context_settings=_SETTINGS)
 @click.option(
     "--cpus-per-task",
     type=click.IntRange(min=1),
@@ -138,25 +136,19 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
         python=flags["python"] or ("python" if flags["setup"] else sys.executable),
         name=flags["job_name"] or _stem(script),
         log_folder=str(folder),
-        nodes=flags["nodes"],
         processes=_processes(flags),
         gpus=flags["gpus_per_node"],
         cpus_per_task=flags["cpus_per_task"],
         memory=flags["mem"],
-        time=flags["time"],
-        partition=flags["partition"],
-        account=flags["account"],
-        qos=flags["qos"],
-        constraint=flags["constraint"],
         is_requeued=flags["requeue"],
         signal=None if flags["signal"] == "none" else flags["signal"].upper().replace("SIG", ""),
         preemption_grace_s=grace,
         variables=_variables(flags),
-        setup=flags["setup"],
         launch_args=launch_args,
         sbatch_options=flags["sbatch"],
         srun_options=tuple(word for text in flags["srun"] for word in shlex.split(text)),
         is_direct=flags["direct"],
+        **{name: flags[name] for name in ("nodes", "time", "partition", "account", "qos", "constraint", "setup")},
     )
     text = batch_script(job)
     if "%" in (flags["output"] or ""):
@@ -179,8 +171,7 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     click.echo(translate(f"submitted job {number}; its output goes to {folder}/{job.name}-{number}.out"))
 
 
-@command.command("kubernetes", context_settings=_SETTINGS)
-@_common
+@command.command("kubernetes", params=[*_COMMON], context_settings=_SETTINGS)
 @click.option(
     "--image",
     required=True,
@@ -251,29 +242,21 @@ def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flag
     """
     launch_args, grace = _launch_args(ctx, flags)
     name = flags["name"] or re.sub(r"[^a-z0-9]+", "-", _stem(script).lower()).strip("-")
+    same = ("image", "nodes", "gpu_resource", "cpus", "namespace", "user", "retries", "port", "python", "runtime")
     job = PodJob(
         name=name,
-        image=flags["image"],
         script=_script(script, args, flags),
-        nodes=flags["nodes"],
         processes=_processes(flags),
         gpus=flags["gpus_per_node"] or 0,
-        gpu_resource=flags["gpu_resource"],
-        cpus=flags["cpus"],
         memory=flags["mem"],
         shared_memory=flags["shm_size"],
         volumes=tuple(_pair(text, ":", "--volume") for text in flags["volume"]),
         variables=_variables(flags),
-        namespace=flags["namespace"],
         secret=flags["secret"] or f"{name}-token",
-        user=flags["user"],
         preemption_grace_s=grace,
         grace_s=flags["grace"],
-        retries=flags["retries"],
-        port=flags["port"],
-        python=flags["python"],
         launch_args=launch_args,
-        runtime=flags["runtime"],
+        **{field: flags[field] for field in same},
     )
     import yaml  # noqa: PLC0415 - Slurm does not need it
 
