@@ -36,7 +36,12 @@ CASES = {
         "a positive integer",
     ),
     "negative processes": (["--num_processes=-2", "ok.py"], "'-2' is not a valid number", "a positive integer"),
-    "processes in words": (["--nproc_per_node", "two", "ok.py"], "'two' is not a valid number", "auto, gpu or cpu"),
+    "processes in words": (
+        ["--nproc_per_node", "two", "ok.py"],
+        "'two' is not a valid number of processes\n  where: flag --nproc_per_node\n",
+        "auto, gpu or cpu",
+    ),
+    "a process per accelerator": (["--nproc-per-node=gpu", "ok.py"], "this machine has no accelerator", "do:"),
     "processes from env": (["ok.py"], "num_processes=0 is below 1", "at least 1"),
     "precision": (
         ["--mixed_precision", "fp17", "ok.py"],
@@ -183,19 +188,6 @@ def test_place_of_a_bad_byte_and_of_a_syntax_error_is_named(command: Command) ->
     assert "where: syntax.py:2: def f(:" in command.launch("syntax.py").err
 
 
-def test_flag_is_named_as_it_was_typed(command: Command) -> None:
-    command.write("ok.py", RAN)
-    assert "where: flag --nproc_per_node" in command.launch("--nproc_per_node", "0", "ok.py").err
-
-
-def test_gpu_on_a_machine_without_accelerator_is_an_error(command: Command) -> None:
-    command.write("ok.py", RAN)
-    result = command.launch("--nproc-per-node=gpu", "ok.py")
-    assert result.code == 2
-    assert "this machine has no accelerator" in result.err
-    assert not (command.directory / "ran").exists()
-
-
 @pytest.mark.parametrize(
     ("text", "argv", "variables"),
     [
@@ -218,12 +210,6 @@ def test_a_file_for_gpus_runs_on_the_cpu_where_that_was_said(
     result = command.launch("--config_file", "multi.yaml", "--num_processes=1", *argv, "ok.py", **variables)
     assert result.code == 0, result.err
     assert (command.directory / "ran").exists()
-
-
-def test_wrong_command_gets_the_nearest_name(command: Command) -> None:
-    result = command.echelon("lanch", "x.py")
-    assert result.code == 2
-    assert "did you mean echelon launch?" in result.err
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["launch", "--help"], ["launch", "gone.py"], ["config", "explain"]])
@@ -251,23 +237,6 @@ def test_help_is_fast(command: Command) -> None:
 def test_version_and_console_script(command: Command) -> None:
     assert command.echelon("--version").out.startswith("echelon ")
     assert "Usage: echelon launch" in command.echelon("launch", "--help").out
-
-
-def test_config_explain_names_the_origin(command: Command) -> None:
-    command.write("c.yaml", "mixed_precision: bf16\nseed: 3\n")
-    result = command.echelon("config", "explain", "--config_file", "c.yaml", ECHELON_SEED="4")
-    rows = {line.split()[0]: line for line in result.out.splitlines() if line}
-    assert "c.yaml:1" in rows["mixed_precision"]
-    assert "ECHELON_SEED" in rows["seed"]
-    assert "overrides 3" in rows["seed"]
-
-
-@pytest.mark.slow
-def test_env_shows_versions_and_no_secrets(command: Command) -> None:
-    result = command.echelon("env", MY_API_TOKEN="hunter2")
-    assert result.code == 0, result.err
-    assert {"echelon", "python", "torch", "system"} <= {line.split()[0] for line in result.out.splitlines()}
-    assert "hunter2" not in result.out + result.err
 
 
 @pytest.mark.parametrize(("asked", "num_processes"), [(None, 4), ("auto", 4), ("gpu", 4), ("3", 3), ("4", 4)])

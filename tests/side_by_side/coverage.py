@@ -9,83 +9,52 @@ __all__ = ["BEHAVIOURS", "NAMES", "uses"]
 
 _FACTS = "device num_processes process_index local_process_index is_main_process is_local_main_process is_last_process"
 
+
+def _named(form: str, words: str) -> list[str]:
+    return [form.format(word) for word in words.split()]
+
+
 # `Class(argument)`, `Class.member`, `Class.method(argument)`, `function`, `function(argument)`.
 NAMES = {
     "Accelerator": [
-        *[
-            f"Accelerator({argument})"
-            for argument in [
-                "mixed_precision",
-                "gradient_accumulation_steps",
-                "cpu",
-                "log_with",
-                "project_dir",
-                "project_config",
-                "kwargs_handlers",
-                "dataloader_config",
-            ]
-        ],
-        *[
-            f"Accelerator.{name}"
-            for name in f"{_FACTS} distributed_type mixed_precision use_distributed state sync_gradients "
-            "gradient_accumulation_steps optimizer_step_was_skipped prepare backward accumulate clip_grad_norm_ gather "
-            "gather_for_metrics print wait_for_everyone unwrap_model save_state load_state save init_trackers log "
-            "end_training main_process_first local_main_process_first".split()
-        ],
-        "Accelerator.sync_gradients =",
-        "Accelerator.gradient_accumulation_steps =",
-        "Accelerator.prepare(device_placement)",
-        "Accelerator.clip_grad_norm_(max_norm)",
-        "Accelerator.clip_grad_norm_(norm_type)",
-        "Accelerator.gather_for_metrics(use_gather_object)",
-        "Accelerator.unwrap_model(keep_fp32_wrapper)",
-        "Accelerator.unwrap_model(keep_torch_compile)",
-        "Accelerator.save_state(output_dir)",
-        "Accelerator.save_state(safe_serialization)",
-        "Accelerator.load_state(input_dir)",
-        "Accelerator.save(safe_serialization)",
-        "Accelerator.init_trackers(config)",
-        "Accelerator.init_trackers(init_kwargs)",
-        "Accelerator.log(step)",
-        "Accelerator.log(log_kwargs)",
+        *_named(
+            "Accelerator({})",
+            "mixed_precision gradient_accumulation_steps cpu log_with project_dir project_config kwargs_handlers "
+            "dataloader_config",
+        ),
+        *_named(
+            "Accelerator.{}",
+            f"{_FACTS} distributed_type mixed_precision use_distributed state sync_gradients gradient_accumulation_steps "
+            "optimizer_step_was_skipped prepare backward accumulate clip_grad_norm_ gather gather_for_metrics print "
+            "wait_for_everyone unwrap_model save_state load_state save init_trackers log end_training main_process_first "
+            "local_main_process_first",
+        ),
+        *_named("Accelerator.{} =", "sync_gradients gradient_accumulation_steps"),
+        *_named(
+            "Accelerator.{}",
+            "prepare(device_placement) clip_grad_norm_(max_norm) clip_grad_norm_(norm_type) "
+            "gather_for_metrics(use_gather_object) unwrap_model(keep_fp32_wrapper) unwrap_model(keep_torch_compile) "
+            "save_state(output_dir) save_state(safe_serialization) load_state(input_dir) save(safe_serialization) "
+            "init_trackers(config) init_trackers(init_kwargs) log(step) log(log_kwargs)",
+        ),
     ],
-    "PartialState": [
-        "PartialState(cpu)",
-        *[
-            f"PartialState.{name}"
-            for name in f"{_FACTS} backend distributed_type debug fork_launched initialized use_distributed default_device "
-            "wait_for_everyone split_between_processes main_process_first local_main_process_first on_main_process "
-            "on_local_main_process on_last_process on_process on_local_process print set_device "
-            "destroy_process_group".split()
-        ],
-        "PartialState.split_between_processes(apply_padding)",
-    ],
-    "utils": [
-        "set_seed",
-        "set_seed(device_specific)",
-        "set_seed(deterministic)",
-        "gather",
-        "gather_object",
-        "broadcast",
-        "broadcast(from_process)",
-        "broadcast_object_list",
-        "broadcast_object_list(from_process)",
-        "reduce",
-        "reduce(reduction)",
-        "reduce(scale)",
-        "pad_across_processes",
-        "pad_across_processes(dim)",
-        "pad_across_processes(pad_index)",
-        "pad_across_processes(pad_first)",
-        "send_to_device",
-        "send_to_device(non_blocking)",
-        "send_to_device(skip_keys)",
-        "find_executable_batch_size",
-        "find_executable_batch_size(starting_batch_size)",
-        "find_executable_batch_size(reduce_batch_size_fn)",
-    ],
+    "PartialState": _named("PartialState{}", "(cpu) .split_between_processes(apply_padding)")
+    + _named(
+        "PartialState.{}",
+        f"{_FACTS} backend distributed_type debug fork_launched initialized use_distributed default_device "
+        "wait_for_everyone split_between_processes main_process_first local_main_process_first on_main_process "
+        "on_local_main_process on_last_process on_process on_local_process print set_device destroy_process_group",
+    ),
+    "utils": _named(
+        "{}",
+        "set_seed set_seed(device_specific) set_seed(deterministic) gather gather_object broadcast broadcast(from_process) "
+        "broadcast_object_list broadcast_object_list(from_process) reduce reduce(reduction) reduce(scale) "
+        "pad_across_processes pad_across_processes(dim) pad_across_processes(pad_index) pad_across_processes(pad_first) "
+        "send_to_device send_to_device(non_blocking) send_to_device(skip_keys) find_executable_batch_size "
+        "find_executable_batch_size(starting_batch_size) find_executable_batch_size(reduce_batch_size_fn)",
+    ),
     "handlers and configurations": [
-        f"{kind}({argument})"
+        name
         for kind, arguments in {
             "AutocastKwargs": "enabled cache_enabled",
             "DistributedDataParallelKwargs": "dim broadcast_buffers bucket_cap_mb find_unused_parameters check_reduction "
@@ -98,21 +67,14 @@ NAMES = {
             "non_blocking use_stateful_dataloader",
             "GradientAccumulationPlugin": "num_steps adjust_scheduler sync_with_dataloader sync_each_batch",
         }.items()
-        for argument in arguments.split()
+        for name in _named(f"{kind}({{}})", arguments)
     ],
-    "logging, trackers, launchers": [
-        "get_logger",
-        "get_logger(log_level)",
-        "get_logger.info(main_process_only)",
-        "get_logger.info(in_order)",
-        "get_logger.warning_once",
-        "GeneralTracker",
-        "notebook_launcher",
-        "notebook_launcher(args)",
-        "notebook_launcher(num_processes)",
-        "notebook_launcher(mixed_precision)",
-        "notebook_launcher(use_port)",
-    ],
+    "logging, trackers, launchers": _named(
+        "{}",
+        "get_logger get_logger(log_level) get_logger.info(main_process_only) get_logger.info(in_order) "
+        "get_logger.warning_once GeneralTracker notebook_launcher notebook_launcher(args) notebook_launcher(num_processes) "
+        "notebook_launcher(mixed_precision) notebook_launcher(use_port)",
+    ),
 }
 
 # Behavior without a name of its own: the script, and a value that it prints (on any rank of two processes).

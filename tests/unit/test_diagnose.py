@@ -48,6 +48,12 @@ def verdict(views: list[RankView], answers: Mapping[int, Answer], *, stands_s: f
     return diagnose(views, answers, clock, now=now)
 
 
+def stalled(views: list[RankView], answers: Mapping[int, Answer]) -> Stall:
+    found = verdict(views, answers)
+    assert found is not None
+    return found
+
+
 def seen_now(rank: int, **more: object) -> RankView:
     return view(rank, seen=161.0, **more)  # type: ignore[arg-type]
 
@@ -56,29 +62,59 @@ REDUCE = ("all_reduce", "all_reduce")
 TOGETHER = {rank: answer(*REDUCE) for rank in ALL}
 
 
+EVERY = [seen_now(rank) for rank in ALL]
+OTHERS = [seen_now(rank) for rank in (0, 1, 3)]
+BUSY = replace(seen_now(2, waits=False), cpu_s=30.0)
+LINES = {
+    rank: Answer(call_site=CallSite(file="train.py", line=31 if rank == 2 else 12), no_histories="off") for rank in ALL
+}
+# Rank 1 hangs in a signal handler in the middle of a wait.
+HANDLER = [
+    replace(
+        seen_now(rank, waits=False, doing=Doing.ELSEWHERE if rank == 1 else 0),
+        note=note(waits=True, operation="save_state()"),
+    )
+    for rank in (0, 1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    ("views", "answers", "kind", "culprits"),
+    [
+        pytest.param([*OTHERS, BUSY], TOGETHER, Class.SLOW, (2,), id="one computes"),
+        pytest.param([replace(view(0), exit_code=0), *EVERY[1:]], TOGETHER, Class.UNEVEN, (0,), id="one ended"),
+        pytest.param(
+            EVERY,
+            {**TOGETHER, 3: answer("all_reduce", "broadcast")},
+            Class.OTHER_OPERATION,
+            (3,),
+            id="another collective",
+        ),
+        pytest.param(EVERY, {**TOGETHER, 1: answer(*REDUCE, size=9)}, Class.OTHER_SHAPE, (1,), id="another shape"),
+        pytest.param(EVERY, LINES, Class.OTHER_OPERATION, (2,), id="without a flight recorder"),
+        pytest.param(HANDLER, {}, Class.MISSING, (1,), id="in a signal handler"),
+    ],
+)
+def test_the_class_and_the_ranks(
+    views: list[RankView], answers: dict[int, Answer], kind: Class, culprits: tuple[int, ...]
+) -> None:
+    found = stalled(views, answers)
+    assert (found.kind, found.culprits, found.is_alarm) == (kind, culprits, kind is not Class.SLOW)
+
+
+def test_a_computing_backward_pass_is_not_waiting() -> None:
+    views = [replace(one, cpu_s=55.0) for one in EVERY]
+    assert not stalled(views, {rank: answer(*REDUCE, pending=False, trains=True) for rank in ALL}).is_alarm
+
+
 def test_a_rank_outside_the_collective_is_missing() -> None:
     views = [seen_now(rank, waits=rank != 2) for rank in ALL]
-    found = verdict(views, {**TOGETHER, 2: answer("all_reduce", line=31, pending=False)})
-    assert found is not None
+    found = stalled(views, {**TOGETHER, 2: answer("all_reduce", line=31, pending=False)})
     assert (found.kind, found.culprits) == (Class.MISSING, (2,))
     assert found.what == "rank 2 has not reached the collective, and ranks 0-1, 3 wait for other ranks"
     assert found.ranks[2] == "at train.py:31: dist.all_reduce(x)"
     assert found.ranks[0] == "in all_reduce number 2 of float[4]; at train.py:12: dist.all_reduce(x)"
     assert found.is_alarm
-
-
-def test_a_computing_rank_is_slow_and_not_stalled() -> None:
-    busy = replace(seen_now(2, waits=False), cpu_s=30.0)
-    found = verdict([*(seen_now(rank) for rank in (0, 1, 3)), busy], TOGETHER)
-    assert found is not None
-    assert (found.kind, found.culprits, found.is_alarm) == (Class.SLOW, (2,), False)
-
-
-def test_a_computing_backward_pass_is_not_waiting() -> None:
-    views = [replace(seen_now(rank), cpu_s=55.0) for rank in ALL]
-    found = verdict(views, {rank: answer(*REDUCE, pending=False, trains=True) for rank in ALL})
-    assert found is not None
-    assert not found.is_alarm
 
 
 @pytest.mark.parametrize(
@@ -124,15 +160,13 @@ def test_ranks_that_make_progress_are_never_queried() -> None:
 
 def test_a_stopped_process_is_named() -> None:
     views = [seen_now(rank) for rank in (0, 1, 3)] + [replace(view(2), is_stopped=True)]
-    found = verdict(views, TOGETHER)
-    assert found is not None
+    found = stalled(views, TOGETHER)
     assert (found.kind, found.culprits) == (Class.STOPPED, (2,))
     assert found.ranks[2].startswith("stopped; ")
 
 
 def test_a_rank_with_a_silent_reporter_is_blocked_in_native_code() -> None:
-    found = verdict([seen_now(0), seen_now(1), view(2, waits=False), seen_now(3)], {r: TOGETHER[r] for r in (0, 1, 3)})
-    assert found is not None
+    found = stalled([seen_now(0), seen_now(1), view(2, waits=False), seen_now(3)], {r: TOGETHER[r] for r in (0, 1, 3)})
     assert (found.kind, found.culprits) == (Class.SILENT, (2,))
     assert found.ranks[2] == "silent; last seen at train.py:12"
 
@@ -142,21 +176,13 @@ def test_an_exiting_rank_is_not_silent() -> None:
     assert verdict([ending], {}) is None
 
 
-def test_a_rank_that_ends_while_others_wait_has_uneven_data() -> None:
-    ended = replace(view(0), exit_code=0)
-    found = verdict([ended, *(seen_now(rank) for rank in (1, 2, 3))], TOGETHER)
-    assert found is not None
-    assert (found.kind, found.culprits) == (Class.UNEVEN, (0,))
-
-
 BATCHES, EPOCHS = "train.py:10", "train.py:8"
 
 
 def _beside_training(loops: tuple[str, ...], loops_of_training: tuple[str, ...]) -> Stall:
     answers = {rank: answer("all_reduce", trains=True, loops=loops_of_training) for rank in (1, 2, 3)}
     views = [seen_now(rank) for rank in ALL]
-    found = verdict(views, {0: answer("barrier", line=14, loops=loops), **answers})
-    assert found is not None
+    found = stalled(views, {0: answer("barrier", line=14, loops=loops), **answers})
     assert found.culprits == (0,)
     return found
 
@@ -190,33 +216,11 @@ def test_both_causes_are_named_where_the_training_loop_is_unknown(loops_of_train
     assert "drop_last" in found.do
 
 
-def test_another_collective_and_another_shape_are_distinguished() -> None:
-    views = [seen_now(rank) for rank in ALL]
-    other = verdict(views, {**TOGETHER, 3: answer("all_reduce", "broadcast")})
-    assert other is not None
-    assert (other.kind, other.culprits) == (Class.OTHER_OPERATION, (3,))
-    shape = verdict(views, {**TOGETHER, 1: answer(*REDUCE, size=9)})
-    assert shape is not None
-    assert (shape.kind, shape.culprits) == (Class.OTHER_SHAPE, (1,))
-
-
 def test_two_ranks_have_no_majority_and_both_are_shown() -> None:
-    found = verdict([seen_now(0), seen_now(1)], {0: answer("all_reduce"), 1: answer("broadcast", line=20)})
-    assert found is not None
+    found = stalled([seen_now(0), seen_now(1)], {0: answer("all_reduce"), 1: answer("broadcast", line=20)})
     assert (found.kind, found.culprits) == (Class.OTHER_OPERATION, ())
     assert "rank 0 in all_reduce number 1 of float[4], rank 1 in broadcast number 1 of float[4]" in found.what
     assert set(found.ranks) == {0, 1}
-
-
-def test_without_a_flight_recorder_the_lines_decide() -> None:
-    views = [seen_now(rank) for rank in ALL]
-    places = {
-        rank: Answer(call_site=CallSite(file="train.py", line=31 if rank == 2 else 12), no_histories="off")
-        for rank in ALL
-    }
-    found = verdict(views, places)
-    assert found is not None
-    assert (found.kind, found.culprits) == (Class.OTHER_OPERATION, (2,))
 
 
 def test_an_echelon_operation_counts_as_a_wait_for_any_stack() -> None:
@@ -237,17 +241,6 @@ def test_an_echelon_operation_counts_as_a_wait_for_any_stack() -> None:
     assert found is not None
     assert found.culprits == (2,)
     assert found.ranks[0].startswith("in save_state()")
-
-
-def test_a_rank_that_hangs_in_a_signal_handler_in_the_middle_of_a_wait_is_the_missing_one() -> None:
-    waiting = note(waits=True, operation="save_state()")
-    views = [
-        replace(seen_now(rank, waits=False, doing=Doing.ELSEWHERE if rank == 1 else 0), note=waiting)
-        for rank in (0, 1, 2)
-    ]
-    found = verdict(views, {})
-    assert found is not None
-    assert (found.kind, found.culprits) == (Class.MISSING, (1,))
 
 
 def test_a_single_waiting_process_is_not_a_stall() -> None:
