@@ -11,7 +11,7 @@ import torch
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.preemption import PreemptionHandler
 from echelon.accelerator.prepared_objects import PreparedObjects
-from echelon.accelerator.rng_states import RandomStates, restore_random_states
+from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import Progress
@@ -64,7 +64,6 @@ class Epochs(PassTracker[PreparedLoader]):
         self._objects = objects
         self._preemption = preemption
         self._is_exact = is_exact
-        self._random_states = RandomStates()
         self._num_at_boundary = 0  # steps at the last boundary
         self._epoch: int | None = None  # of the active loop over epochs
         self._next: int | None = None  # epoch in which a run without training loaders continues
@@ -103,7 +102,7 @@ class Epochs(PassTracker[PreparedLoader]):
             owner=loader,
             records={id(one.source): one.record_now(num_unused=int(one is loader)) for one in reading},
             draws={id(one.source): one.rng_state(num_unused=int(one is loader)) for one in reading},
-            random_states=self._random_states.now(),
+            random_states=current_random_states(),
         )
 
     def end_batch(self, loader: PreparedLoader) -> None:
