@@ -174,17 +174,6 @@ def test_code_overrides_the_environment_with_a_message() -> None:
     ]
 
 
-def test_two_accelerators_do_not_affect_each_other() -> None:
-    first = Accelerator(gradient_accumulation_steps=4)
-    second = Accelerator()
-    with second.accumulate():
-        assert second.sync_gradients
-    with first.accumulate():
-        assert not first.sync_gradients
-        assert second.sync_gradients
-    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (4, 1)
-
-
 def test_prepare_keeps_order_nesting_and_unknown_objects() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -66,7 +66,7 @@ TESTS = {
     "01_launch_cpu": "launch/test_launch.py::test_every_process_asked_for_runs",
     "02_notebook_precision": "launch/test_notebook.py::test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect",
     "03_join_uneven_inputs": "ranks/test_engine_contract.py::test_the_engine_contract",
-    "04_two_accelerators": "ranks/test_accelerator_errors.py::test_two_accelerators_do_not_affect_each_other",
+    "04_two_accelerators": "ranks/test_accelerator_control.py::test_two_accelerators_have_separate_settings_and_windows",
     "05_break": "ranks/test_accelerator_data.py::test_the_last_batch_is_detected_and_an_aborted_pass_is_forgotten",
     "06_dispatcher": "ranks/test_data_iterable.py::test_dispatched_samples_are_used_once_and_read_by_rank_zero_only",
     "07_dynamo_backend": "launch/test_launch.py::test_script_gets_its_arguments_untouched_and_its_environment",
