@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from echelon.checkpoint.save import Content, Gather, save
-from echelon.checkpoint.storage import Storage
 from echelon.world.world import World
 
 _WATCHED: list[Callable[[str, tuple[Any, ...]], None]] = []
@@ -60,7 +59,10 @@ def on_threads(run: Callable[[World, Gather], Any], world_size: int) -> list[Any
         except BaseException as error:  # noqa: BLE001 - raised below, in the thread of the test
             errors[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank, gather)) for rank, gather in enumerate(gathers(world_size))]
+    threads = [
+        threading.Thread(target=one, args=(rank, gather), name=f"rank {rank}")
+        for rank, gather in enumerate(gathers(world_size))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -80,11 +82,8 @@ def content_of(step: int, rank: int) -> Content:
     )
 
 
-def save_on_threads(target: Path, step: int, *, world_size: int = 2, storage: Storage | None = None) -> None:
-    on_threads(
-        lambda world, gather: save(target, content_of(step, world.rank), world=world, storage=storage, gather=gather),
-        world_size,
-    )
+def save_on_threads(target: Path, step: int, *, world_size: int = 2) -> None:
+    on_threads(lambda world, gather: save(target, content_of(step, world.rank), world=world, gather=gather), world_size)
 
 
 @contextmanager

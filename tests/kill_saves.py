@@ -18,38 +18,36 @@ from typing import Any
 
 import torch
 
+from echelon.accelerator.checkpoint.folders import newest_whole
+from echelon.checkpoint import storage
 from echelon.checkpoint.commit import clean
-from echelon.checkpoint.read import newest
-from echelon.checkpoint.rotation import numbered, remove_oldest
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.rotation import remove_oldest
 from echelon.checkpoint.save import save
-from echelon.checkpoint.storage import LocalStorage, Storage
 from tests.checkpoint_ranks import content_of, world_of_threads
+from tests.toy_storage import CHANGES
 
 WORLD_SIZE = 4
-CHANGES = ["create", "write", "sync", "close", "make_folder", "sync_folder", "link", "rename", "exchange"]
-CHANGES += ["remove_file", "remove_folder"]
 
 
-def _counted(name: str) -> Any:
-    def method(self: Any, *arguments: Any) -> Any:
-        self.left -= name in CHANGES
-        if name in CHANGES and self.left == 0:
-            if name == "write":  # in the middle of the write
-                self.inner.write(arguments[0], memoryview(arguments[1])[: len(arguments[1]) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        return getattr(self.inner, name)(*arguments)
+def _kill_at(at: int) -> None:
+    """Make this process kill itself at the ``at``-th modifying operation; 0: never."""
+    left = itertools.count(at - 1, -1)
 
-    return method
+    def counted(name: str) -> Any:
+        real = getattr(storage, name)
 
+        def operation(*arguments: Any) -> Any:
+            if next(left) == 0:
+                if name == "write":  # in the middle of the write
+                    real(arguments[0], memoryview(arguments[1])[: len(arguments[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments)
 
-class Killing(Storage):
-    """Storage that kills its process at the ``at``-th modifying operation; 0: never."""
+        return operation
 
-    def __init__(self, at: int) -> None:
-        self.left = at
-        self.inner = LocalStorage()
-
-    locals().update({name: _counted(name) for name in Storage.__abstractmethods__})
+    for name in CHANGES:
+        setattr(storage, name, counted(name))
 
 
 def _rank(rank: int, hub: Connection, scenario: str, folder: Path, at: int) -> None:
@@ -57,12 +55,12 @@ def _rank(rank: int, hub: Connection, scenario: str, folder: Path, at: int) -> N
         hub.send_bytes(payload)
         return [hub.recv_bytes() for _ in range(WORLD_SIZE)]
 
-    storage = Killing(at)
+    _kill_at(at)
     world = world_of_threads(rank, WORLD_SIZE)
     target = folder / ("checkpoint_1" if scenario == "rotate" else "checkpoint_0")
-    save(target, content_of(1 if scenario == "first" else 2, rank), world=world, storage=storage, gather=gather)
+    save(target, content_of(1 if scenario == "first" else 2, rank), world=world, gather=gather)
     if scenario == "rotate" and rank == 0:
-        remove_oldest(folder, prefix="checkpoint_", limit=1, storage=storage)
+        remove_oldest(folder, prefix="checkpoint_", limit=1)
 
 
 def _run(scenario: str, folder: Path, victim: int, at: int) -> bool:
@@ -107,11 +105,12 @@ def _run(scenario: str, folder: Path, victim: int, at: int) -> bool:
 
 
 def _found(folder: Path) -> int | None:
-    found = newest(list(reversed(numbered(folder, prefix="checkpoint_"))), world=world_of_threads(0, 1))
-    if found.checkpoint is None:
+    found, _ = newest_whole(world_of_threads(0, 1), folder, prefix="checkpoint_")
+    if found is None:
         return None
-    step: int = found.checkpoint.objects()["step"]
-    assert torch.equal(found.checkpoint.read("w"), torch.full((3,), float(step)))
+    checkpoint = Checkpoint(found)
+    step: int = checkpoint.objects()["step"]
+    assert torch.equal(checkpoint.read("w"), torch.full((3,), float(step)))
     return step
 
 
@@ -130,7 +129,7 @@ def main(scratch: Path, every: int) -> None:
             died = _run(scenario, folder, victim, at)
             step = _found(folder)
             assert step in ((1, 2) if died else (2,)), (scenario, victim, at, os.listdir(folder))
-            clean(LocalStorage(), folder, belongs=lambda name: True)
+            clean(folder, belongs=lambda name: True)
             assert _found(folder) == step, (scenario, victim, at, "cleaned", os.listdir(folder))
             assert not [name for name in os.listdir(folder) if ".tmp-" in name or ".old-" in name]
             shutil.rmtree(folder)

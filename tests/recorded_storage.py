@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from echelon.checkpoint.storage import LocalStorage
-from tests.toy_storage import ToyStorage, crash_states, fingerprint
+from echelon.checkpoint import storage
+from tests.toy_storage import CHANGES, ToyStorage, crash_states, fingerprint
 
 
 @contextmanager
 def recorded(root: Path, *, exchanges: bool = True) -> Iterator[ToyStorage]:
-    """Record the operations of the block below ``root`` through LocalStorage, and files written there in other ways when they are found.
+    """Record the operations of the block below ``root`` through checkpoint/storage.py, and files written there in other ways when they are found.
 
     Args:
         root: an empty folder.
@@ -29,7 +29,7 @@ def recorded(root: Path, *, exchanges: bool = True) -> Iterator[ToyStorage]:
         return Path("/toy") / path.relative_to(root)
 
     def see() -> None:
-        """Record files that were written without LocalStorage since the last call, as unsynced writes."""
+        """Record files that were written in other ways since the last call, as unsynced writes."""
         for folder, folders, files in os.walk(root):
             for name in folders:
                 if toy.kind(at(Path(folder, name))) is None:
@@ -44,9 +44,9 @@ def recorded(root: Path, *, exchanges: bool = True) -> Iterator[ToyStorage]:
                     toy.close(handle)
 
     def both(name: str) -> Callable[..., Any]:
-        real, model = getattr(LocalStorage, name), getattr(toy, name)
+        real, model = getattr(storage, name), getattr(toy, name)
 
-        def operation(self: LocalStorage, *given: Any) -> Any:
+        def operation(*given: Any) -> Any:
             mine = [
                 given[0] if type(given[0]) is int else at(given[0]),
                 *(at(p) if isinstance(p, Path) else p for p in given[1:]),
@@ -58,19 +58,18 @@ def recorded(root: Path, *, exchanges: bool = True) -> Iterator[ToyStorage]:
             if name in ("write", "sync", "close"):
                 mine[0] = handles[given[0]]
             result = (
-                None if name in ("sync", "sync_folder") else real(self, *given)
+                None if name in ("sync", "sync_folder") else real(*given)
             )  # only the toy storage has to survive a crash
             ours = model(*mine)
-            if name in ("create", "open"):
+            if name in ("create", "open_file"):
                 handles[result] = ours
             return result
 
         return operation
 
-    names = ("create", "write", "sync", "close", "make_folder", "sync_folder", "link", "rename", "exchange", "open")
     with pytest.MonkeyPatch.context() as patch:
-        for name in (*names, "remove_file", "remove_folder"):
-            patch.setattr(LocalStorage, name, both(name))
+        for name in (*CHANGES, "open_file"):
+            patch.setattr(storage, name, both(name))
         yield toy
 
 

@@ -13,15 +13,35 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from echelon.checkpoint.storage import Kind, Storage
+import pytest
+
+from echelon.checkpoint import storage
+from echelon.checkpoint.storage import Kind
+
+CHANGES = (
+    "create",
+    "write",
+    "sync",
+    "close",
+    "make_folder",
+    "sync_folder",
+    "link",
+    "rename",
+    "exchange",
+    "remove_file",
+)
+CHANGES += ("remove_folder",)
+"""The operations of ``echelon.checkpoint.storage`` that change a file system."""
+_READS = ("kind", "real_path", "link_target", "modified", "entries", "open_file", "size", "read", "free_bytes")
 
 # (inode, offset, data): bytes of a file; (inode, names): names of a folder, None removes a name; (inode,): a sync
 Operation = tuple[int, int, bytes] | tuple[int, dict[str, int | None]] | tuple[int]
 
 
-class ToyStorage(Storage):
+class ToyStorage:
     """A file system whose root is the existing folder ``/toy``."""
 
     def __init__(self, muted: Callable[[str, str], bool] = lambda operation, name: False) -> None:
@@ -34,6 +54,14 @@ class ToyStorage(Storage):
         self._handles: dict[int, tuple[int, str]] = {}
         self._lock = threading.RLock()
         self._next = itertools.count(1)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Make checkpoints use this file system inside the block."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in (*CHANGES, *_READS):
+                patch.setattr(storage, name, getattr(self, name))
+            yield
 
     # ---- paths -------------------------------------------------------------------------------------------------------
 
@@ -63,7 +91,7 @@ class ToyStorage(Storage):
         self.calls.append((operation, name))
         return not self._muted(operation, name)
 
-    # ---- Storage -----------------------------------------------------------------------------------------------------
+    # ---- the operations ----------------------------------------------------------------------------------------------
 
     def create(self, path: Path) -> int:
         with self._lock:
@@ -168,7 +196,7 @@ class ToyStorage(Storage):
     def entries(self, folder: Path) -> list[str]:
         return sorted(self.folders[self._folder(folder)])
 
-    def open(self, path: Path) -> int:
+    def open_file(self, path: Path) -> int:
         inode = self._find(path)
         if inode is None:
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
@@ -197,18 +225,18 @@ class WithoutExchange(ToyStorage):
 
 
 def crash_states(
-    storage: ToyStorage, *, start: int = 0, max_pending: int = 12, seed: int = 0
+    toy: ToyStorage, *, start: int = 0, max_pending: int = 12, seed: int = 0
 ) -> Iterator[tuple[int, ToyStorage]]:
     """Yield (number of completed operations, contents of the disk) for every distinct state that a crash may leave.
 
     Args:
-        storage: the recorded operations.
+        toy: the recorded operations.
         start: number of first operations that are always completed and on the disk.
         max_pending: maximum number of unsynced operations for which all subsets are tried; above it, a selection.
         seed: seed of the selection.
     """
     draw = random.Random(seed)
-    operations = storage.operations
+    operations = toy.operations
     for done in range(start, len(operations) + 1):
         durable, pending = _split(operations[:done], start)
         if done > start and done < len(operations) and len(operations[done - 1]) == 1:
@@ -217,11 +245,11 @@ def crash_states(
         for kept in _subsets([i for i in pending if i != newest], max_pending, draw):
             # Without the newest operation these are the previous states.
             chosen = {*durable, *kept, *([newest] if newest in pending else [])}
-            yield done, _replayed(storage, [op for i, op in enumerate(operations[:done]) if i in chosen])
+            yield done, _replayed(toy, [op for i, op in enumerate(operations[:done]) if i in chosen])
         if done == len(operations) or done == start:
             for kept in _subsets(pending, max_pending, draw):
                 chosen = {*durable, *kept}
-                yield done, _replayed(storage, [op for i, op in enumerate(operations[:done]) if i in chosen])
+                yield done, _replayed(toy, [op for i, op in enumerate(operations[:done]) if i in chosen])
 
 
 def _split(operations: list[Operation], start: int) -> tuple[list[int], list[int]]:
@@ -242,11 +270,11 @@ def _subsets(pending: list[int], max_pending: int, draw: random.Random) -> Itera
     yield from (tuple(i for i in pending if draw.random() < 0.5) for _ in range(64))
 
 
-def _replayed(storage: ToyStorage, operations: list[Operation]) -> ToyStorage:
+def _replayed(toy: ToyStorage, operations: list[Operation]) -> ToyStorage:
     state = ToyStorage()
     state._next = itertools.count(1 << 32)
-    state.files = {inode: bytearray() for inode in storage.files}
-    state.folders = {inode: {} for inode in storage.folders}
+    state.files = {inode: bytearray() for inode in toy.files}
+    state.folders = {inode: {} for inode in toy.folders}
     for operation in operations:
         if len(operation) == 2:
             _apply_names(state.folders[operation[0]], operation[1])

@@ -9,12 +9,12 @@ from tests.launch.conftest import Command
 FULL = """
 import errno
 from echelon import Accelerator
-from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint import storage
 
 def full(*arguments):
     raise OSError(errno.ENOSPC, "No space left on device")
 
-LocalStorage.write = full
+storage.write = full
 accelerator = Accelerator(cpu=True)
 for step in range(9):
     print("step", step)

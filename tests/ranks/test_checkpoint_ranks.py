@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from echelon.base.errors import CheckpointError
 from echelon.base.sharded import is_strided, local_shape_and_offset
+from echelon.checkpoint import storage
 from echelon.checkpoint.background_save import BackgroundSaver
 from echelon.checkpoint.read import open_verified
 from echelon.checkpoint.save import Content, begin_save, save
-from echelon.checkpoint.storage import LocalStorage
 from echelon.world.world import World
 from tests.harness import run_on_ranks
 
@@ -69,11 +69,8 @@ def test_a_shard_of_a_shard_is_contiguous(num_rows: int) -> None:
     run_on_ranks(_nested, num_rows, world_size=4)
 
 
-class _FailsAt(LocalStorage):
-    """A disk that is full when the tensors are written."""
-
-    def write(self, handle: int, data: bytes | memoryview) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _full(handle: int, data: bytes | memoryview) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _in_background(folder: str) -> tuple[list[float], str]:
@@ -87,9 +84,12 @@ def _in_background(folder: str) -> tuple[list[float], str]:
             dist.all_reduce(w)
     saver.wait()
     content = Content(tensors={"w": w}, objects={"step": 9})
-    saver.start(begin_save(Path(folder) / "c", content, world=world, storage=_FailsAt() if rank == 0 else None))
-    with pytest.raises(CheckpointError) as caught:
-        saver.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(storage, "write", _full)
+        saver.start(begin_save(Path(folder) / "c", content, world=world))
+        with pytest.raises(CheckpointError) as caught:
+            saver.wait()
     checkpoint = open_verified(Path(folder) / "c", world=world)
     assert checkpoint.objects() == {"step": 2}
     assert checkpoint.rank_objects(rank) == {"r": rank}

@@ -515,24 +515,6 @@ def test_numbered_checkpoints_are_kept_up_to_the_limit_and_the_newest_is_loaded(
     assert len(list(checkpoints.iterdir())) == 3
 
 
-def test_the_old_checkpoint_is_deleted_after_the_new_one_is_complete(tmp_path: Path, monkeypatch: Any) -> None:
-    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
-    accelerator = Accelerator(project_config=project)
-    accelerator.prepare(nn.Linear(1, 1))
-    accelerator.save_state()
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.warns(EchelonWarning, match="No space left"):
-        accelerator.save_state()
-    monkeypatch.undo()
-    accelerator.load_state()
-    accelerator.end_training()
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
-
-
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

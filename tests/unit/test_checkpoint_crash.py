@@ -25,8 +25,13 @@ Muted = Callable[[str, str], bool]
 
 def _saved(storage: ToyStorage, target: Path) -> int | None:
     """Return the step that is in ``target``, whole to the last value; None when there is no checkpoint."""
+    with storage.used():
+        return _step_in(target)
+
+
+def _step_in(target: Path) -> int | None:
     try:
-        checkpoint = Checkpoint(target, storage=storage)
+        checkpoint = Checkpoint(target)
         if checkpoint.problems():
             return None
     except CheckpointError:
@@ -65,7 +70,8 @@ class Scenario:
         return len(known)
 
     def _found_after_cleaning(self, state: ToyStorage) -> int | None:
-        clean(state, FOLDER, belongs=lambda name: True)
+        with state.used():
+            clean(FOLDER, belongs=lambda name: True)
         if state.kind(FOLDER) == "folder":
             assert not [name for name in state.entries(FOLDER) if ".tmp-" in name or ".old-" in name]
         return self.found(state)
@@ -85,22 +91,23 @@ def _write_foreign(storage: ToyStorage, step: int, rank: int, *, is_owner: bool,
 
 
 def _save_foreign(storage: ToyStorage, target: Path, step: int) -> None:
-    on_threads(
-        lambda world, gather: save_folder(
-            target,
-            lambda folder, is_owner: _write_foreign(storage, step, world.rank, is_owner=is_owner, folder=folder),
-            world=world,
-            storage=storage,
-            is_part=lambda name: name.startswith(("random_states", "model", "nested")),
-            gather=gather,
-        ),
-        2,
-    )
+    with storage.used():
+        on_threads(
+            lambda world, gather: save_folder(
+                target,
+                lambda folder, is_owner: _write_foreign(storage, step, world.rank, is_owner=is_owner, folder=folder),
+                world=world,
+                is_part=lambda name: name.startswith(("random_states", "model", "nested")),
+                gather=gather,
+            ),
+            2,
+        )
 
 
 def _saved_foreign(storage: ToyStorage, target: Path) -> int | None:
     """Return the step of all files in ``target``. What has its name must be whole: nobody could see that it is not."""
-    place = place_of(storage, target)
+    with storage.used():
+        place = place_of(target)
     if storage.kind(place) is None:
         return None
     steps = set()
@@ -122,7 +129,12 @@ class Layout:
     saved: Callable[[ToyStorage, Path], int | None]
 
 
-OWN = Layout(lambda storage, target, step: save_on_threads(target, step, storage=storage), _saved)
+def _save(storage: ToyStorage, target: Path, step: int) -> None:
+    with storage.used():
+        save_on_threads(target, step)
+
+
+OWN = Layout(_save, _saved)
 FOREIGN = Layout(_save_foreign, _saved_foreign)  # another program's: no manifest, no checksums
 
 
@@ -158,7 +170,8 @@ def _again(muted: Muted = _nothing, kind: type[ToyStorage] = ToyStorage, layout:
     def found(state: ToyStorage) -> int | None:
         step = layout.saved(state, target)
         if step is not None:
-            folder = place_of(state, target)
+            with state.used():
+                folder = place_of(target)
             for path in (folder / "notes" / "n.txt", folder / "README"):
                 assert state.kind(path) == "file", f"{path} is lost"
                 assert bytes(state.files[state._find(path)]) == b"mine"  # type: ignore[index]
@@ -175,10 +188,13 @@ def _rotated(muted: Muted = _nothing, layout: Layout = OWN) -> Scenario:
     storage._muted = muted
     layout.save(storage, FOLDER / "checkpoint_1", 2)
     returned = len(storage.operations)
-    remove_oldest(FOLDER, prefix="checkpoint_", limit=1, storage=storage)
+    with storage.used():
+        remove_oldest(FOLDER, prefix="checkpoint_", limit=1)
 
     def found(state: ToyStorage) -> int | None:
-        steps = [layout.saved(state, path) for path in reversed(numbered(FOLDER, prefix="checkpoint_", storage=state))]
+        with state.used():
+            paths = numbered(FOLDER, prefix="checkpoint_")
+        steps = [layout.saved(state, path) for path in reversed(paths)]
         return next((step for step in steps if step is not None), None)
 
     return Scenario(storage, found, start=start, returned=returned, old=1, new=2)
@@ -187,16 +203,17 @@ def _rotated(muted: Muted = _nothing, layout: Layout = OWN) -> Scenario:
 def _in_background(muted: Muted = _nothing) -> Scenario:
     storage = ToyStorage(muted)
     saver = BackgroundSaver()
-    for step in (1, 2):
-        content = content_of(step, 0)
-        saver.start(begin_save(FOLDER / "a", content, world=world_of_threads(0, 1), storage=storage))
-        for tensor in content.tensors.values():
-            assert isinstance(tensor, torch.Tensor)
-            tensor.fill_(-1)  # the training goes on
-        if step == 1:
-            saver.wait()
-            start = len(storage.operations)
-    saver.wait()
+    with storage.used():
+        for step in (1, 2):
+            content = content_of(step, 0)
+            saver.start(begin_save(FOLDER / "a", content, world=world_of_threads(0, 1)))
+            for tensor in content.tensors.values():
+                assert isinstance(tensor, torch.Tensor)
+                tensor.fill_(-1)  # the training goes on
+            if step == 1:
+                saver.wait()
+                start = len(storage.operations)
+        saver.wait()
     found = partial(_saved, target=FOLDER / "a")
     return Scenario(storage, found, start=start, returned=len(storage.operations), old=1, new=2)
 
@@ -205,18 +222,20 @@ def _with_files_of_others(muted: Muted = _nothing) -> Scenario:
     """Save, and let a hook write files into the folder, which it does not sync."""
     storage = ToyStorage(muted)
     content = content_of(1, 0)
-    save = begin_save(FOLDER / "a", content, world=world_of_threads(0, 1), storage=storage)
-    storage.make_folder(save.folder / "inside")
-    for path in (save.folder / "extra", save.folder / "inside" / "deep"):
-        handle = storage.create(path)
-        storage.write(handle, b"of a hook")
-        storage.close(handle)
-    save.finish()
+    with storage.used():
+        save = begin_save(FOLDER / "a", content, world=world_of_threads(0, 1))
+        storage.make_folder(save.pending.path / "inside")
+        for path in (save.pending.path / "extra", save.pending.path / "inside" / "deep"):
+            handle = storage.create(path)
+            storage.write(handle, b"of a hook")
+            storage.close(handle)
+        save.finish()
 
     def found(state: ToyStorage) -> int | None:
         step = _saved(state, FOLDER / "a")
         if step is not None:  # else it is no checkpoint, whatever else is there
-            assert {"extra", "inside/deep"} <= set(Checkpoint(FOLDER / "a", storage=state).manifest.files)
+            with state.used():
+                assert {"extra", "inside/deep"} <= set(Checkpoint(FOLDER / "a").manifest.files)
         return step
 
     return Scenario(storage, found, start=0, returned=len(storage.operations), old=None, new=1)
@@ -244,7 +263,8 @@ def _healed_foreign(muted: Muted = _nothing) -> Scenario:
 def _deleted_foreign(muted: Muted = _nothing) -> Scenario:
     """Delete a checkpoint that lies under its other name: what a crash leaves of it must not pass for one."""
     storage, start, old = _under_its_other_name(ToyStorage, muted)
-    retire(storage, old)
+    with storage.used():
+        retire(old)
     found = partial(_saved_foreign, target=FOLDER / "a")
     return Scenario(storage, found, start=start, returned=len(storage.operations), old=1, new=None)
 
@@ -350,11 +370,12 @@ def test_the_list_contains_every_sync_and_rename() -> None:
 
 def test_cleaning_repairs_a_crash_between_two_renames() -> None:
     storage = WithoutExchange()
-    save_on_threads(FOLDER / "a", 1, storage=storage)
+    _save(storage, FOLDER / "a", 1)
     folder = storage._folder(FOLDER)
     storage.rename(FOLDER / "a", FOLDER / f"a.old-{'0' * 16}")
     assert _saved(storage, FOLDER / "a") == 1
-    assert clean(storage, FOLDER, belongs=lambda name: name == "b") == []
-    assert clean(storage, FOLDER, belongs=lambda name: name == "a") == [f"a.old-{'0' * 16}"]
+    with storage.used():
+        assert clean(FOLDER, belongs=lambda name: name == "b") == []
+        assert clean(FOLDER, belongs=lambda name: name == "a") == [f"a.old-{'0' * 16}"]
     assert list(storage.folders[folder]) == ["a"]
     assert _saved(storage, FOLDER / "a") == 1

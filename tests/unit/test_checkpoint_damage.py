@@ -18,6 +18,7 @@ import pytest
 import torch
 import xxhash
 
+from echelon.accelerator.checkpoint.folders import newest_whole
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.manifest import MANIFEST
@@ -59,16 +60,13 @@ def _damage_each(tmp_path: Path, num_cases: int) -> None:
         path = new / draw.choice(names)
         intact = path.read_bytes()
         kind = _damage(draw, path)
-        found = newest([new, old], world=WORLD)
-        assert found.checkpoint is not None, (seed, kind)
-        assert found.checkpoint.objects() == {"step": 1}, (seed, kind)
-        ((skipped, why),) = found.skipped
-        assert skipped == new
-        assert path.name in why, (seed, kind, why)
+        found, ((skipped, why),) = newest_whole(WORLD, tmp_path, prefix="checkpoint_")
+        assert (found, skipped) == (old, new), (seed, kind)
+        assert path.name.split(".")[0] in why, (seed, kind, why)
         with pytest.raises(CheckpointError, match="cannot be loaded"):
             open_verified(new, world=WORLD)
         path.write_bytes(intact)
-    assert newest([new, old], world=WORLD).skipped == []
+    assert newest_whole(WORLD, tmp_path, prefix="checkpoint_") == (new, [])
 
 
 @pytest.mark.slow
@@ -301,7 +299,8 @@ def test_malicious_checkpoints_are_rejected_or_harmless(tmp_path: Path) -> None:
 def _fuzz(num_cases: int) -> None:
     storage = ToyStorage()
     folder = Path("/toy/a")
-    save_on_threads(folder, 2, world_size=1, storage=storage)
+    with storage.used():
+        save_on_threads(folder, 2, world_size=1)
     names = {name: storage._find(folder / name) for name in storage.entries(folder)}
     intact = {name: bytes(storage.files[inode]) for name, inode in names.items() if inode is not None}
     head, tail = len(_seal(b"")) - 2, 2
@@ -335,10 +334,11 @@ def _fuzz(num_cases: int) -> None:
             storage.files[names[name]] = data  # type: ignore[index]
         storage.files[names[MANIFEST]] = bytearray(_seal(manifest))  # type: ignore[index]
         try:
-            checkpoint = Checkpoint(folder, storage=storage)
-            if checkpoint.problems():
-                raise CheckpointError("damaged")
-            _load(checkpoint)
+            with storage.used():
+                checkpoint = Checkpoint(folder)
+                if checkpoint.problems():
+                    raise CheckpointError("damaged")
+                _load(checkpoint)
             outcomes[True] += 1
         except CheckpointError:
             outcomes[False] += 1

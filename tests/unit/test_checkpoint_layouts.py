@@ -82,9 +82,8 @@ def test_every_layout_of_1_to_8_ranks_can_be_read_by_every_other() -> None:
         for piece in wanted:
             whole = _global(piece.shape)
             values = torch.full(piece.box.lengths, -1.0, dtype=torch.float64)
-            for part in overlaps(stored[piece.name], piece.box):
-                chunk = whole[part.chunk.box.within(ChunkBounds.whole(piece.shape))]
-                values[part.target] = chunk[part.source]
+            for chunk, source, target in overlaps(stored[piece.name], piece.box):
+                values[target] = whole[chunk.box.within(ChunkBounds.whole(piece.shape))][source]
             assert torch.equal(values, whole[piece.box.within(ChunkBounds.whole(piece.shape))]), (
                 stored[piece.name],
                 piece,

@@ -7,51 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from echelon import Accelerator
 from echelon.trainer import Trainer
-from echelon.utils import ProjectConfiguration
+from tests.checkpoint_runs import Run
 from tests.recorded_storage import crash_folders, recorded
 from tests.toy_storage import ToyStorage
 from tests.trainer_models import DATA, Line, arguments
-
-
-class _Run:
-    """An Accelerator with a model whose weight, momentum and registered object say which save they are of."""
-
-    def __init__(self, project: Path, layout: str, *, named: bool) -> None:
-        config = ProjectConfiguration(
-            project,
-            automatic_checkpoint_naming=named,
-            total_limit=1,
-            checkpoint_format=layout,  # type: ignore[arg-type]
-        )
-        self.accelerator = Accelerator(cpu=True, project_config=config)
-        model = nn.Linear(1, 1, bias=False)
-        self.model, self.optimizer = self.accelerator.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        )
-        self.marker = nn.Linear(1, 1, bias=False)
-        self.accelerator.register_for_checkpointing(self.marker)
-
-    def mark(self, value: float) -> None:
-        parameter = self.model.weight
-        with torch.no_grad():
-            parameter.fill_(value)
-            self.marker.weight.fill_(value)
-        self.optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, value)
-
-    def read(self) -> float:
-        parameter = self.model.weight
-        values = {
-            parameter.item(),
-            self.marker.weight.item(),
-            self.optimizer.state[parameter]["momentum_buffer"].item(),
-        }
-        assert len(values) == 1, f"a mixture: {values}"
-        return values.pop()
 
 
 def _lost_after_the_first(toy: ToyStorage, scratch: Path, *, named: bool, layout: str) -> int:
@@ -59,9 +20,9 @@ def _lost_after_the_first(toy: ToyStorage, scratch: Path, *, named: bool, layout
     lost = 0
     for done, folder in crash_folders(toy, scratch, start=0, max_pending=4, whole=False):
         path = None if named else folder / "run" / "a"
-        again = _Run(folder / "run", layout, named=named)
+        again = Run(folder / "run", layout, named=named, total_limit=1)
         if again.accelerator.resume(path):
-            assert again.read() == 1.0
+            assert again.value == 1.0
         else:
             lost += done == len(toy.operations)
     return lost
@@ -81,11 +42,11 @@ def _replay_accelerator(
     root.mkdir()
     path = None if named else root / "run" / "a"
     with recorded(root, exchanges=exchanges) as toy:
-        run = _Run(root / "run", layout, named=named)
-        run.mark(1.0)
+        run = Run(root / "run", layout, named=named, total_limit=1)
+        run.train_to(1.0)
         run.accelerator.save_state(path)
         start = len(toy.operations)
-        run.mark(2.0)
+        run.train_to(2.0)
         if not is_first:
             run.accelerator.save_state(path)
         run.accelerator.end_training()
@@ -94,18 +55,18 @@ def _replay_accelerator(
     count = 0
     for done, folder in crash_folders(toy, scratch, start=start, max_pending=4 if not whole else 8, whole=whole):
         count += 1
-        again = _Run(folder / "run", layout, named=named)
+        again = Run(folder / "run", layout, named=named, total_limit=1)
         at = None if named else folder / "run" / "a"
         assert again.accelerator.resume(at), f"a silent new run after {done} operations: {os.listdir(folder / 'run')}"
-        assert again.read() in ((2.0,) if done == len(toy.operations) else (1.0, 2.0)), f"after {done} operations"
+        assert again.value in ((2.0,) if done == len(toy.operations) else (1.0, 2.0)), f"after {done} operations"
         if whole and count % 10:
             continue
-        again.mark(3.0)
+        again.train_to(3.0)
         again.accelerator.save_state(at)
         again.accelerator.end_training()
-        last = _Run(folder / "run", layout, named=named)
+        last = Run(folder / "run", layout, named=named, total_limit=1)
         assert last.accelerator.resume(at, must_exist=True)
-        assert last.read() == 3.0
+        assert last.value == 3.0
         if named:
             left = [name for name in os.listdir(folder / "run" / "checkpoints") if ".tmp-" in name or ".old-" in name]
             assert not left, f"after {done} operations"

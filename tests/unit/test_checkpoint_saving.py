@@ -22,50 +22,32 @@ import torch
 from safetensors.torch import load_file
 
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.base.warnings import EchelonWarning
-from echelon.checkpoint import lock as lock_module
-from echelon.checkpoint.background_save import BackgroundSaver, SaveFailures, TooManyFailedSavesError
+from echelon.checkpoint import lock as lock_module, storage
+from echelon.checkpoint.background_save import BackgroundSaver
 from echelon.checkpoint.lock import Owner, RunLock, is_over
-from echelon.checkpoint.read import Checkpoint, newest
+from echelon.checkpoint.read import Checkpoint, try_open
 from echelon.checkpoint.regions import ChunkBounds
 from echelon.checkpoint.rotation import numbered, remove_oldest, surplus
 from echelon.checkpoint.save import Content, begin_save, save
-from echelon.checkpoint.storage import LocalStorage, Storage
 from tests.checkpoint_ranks import on_threads, save_on_threads, world_of_threads
 from tests.toy_storage import ToyStorage
 
 WORLD = world_of_threads(0, 1)
 
 
-def _forwarded(name: str) -> Any:
-    return lambda self, *arguments: getattr(self.inner, name)(*arguments)
+def _fill_disk(monkeypatch: pytest.MonkeyPatch, room_bytes: int) -> None:
+    """Leave so much room on the disk."""
+    left, real = [room_bytes], storage.write
 
-
-class Wrapped(Storage):
-    """The local file systems, with what a test changes of them."""
-
-    def __init__(self) -> None:
-        self.inner = LocalStorage()
-
-    locals().update({name: _forwarded(name) for name in Storage.__abstractmethods__})
-
-
-class Full(Wrapped):
-    """A disk with so much room."""
-
-    def __init__(self, room_bytes: int) -> None:
-        super().__init__()
-        self.room_bytes = room_bytes
-
-    def write(self, handle: int, data: bytes | memoryview) -> None:
-        fits = min(len(data), self.room_bytes)
-        self.inner.write(handle, memoryview(data)[:fits])
-        self.room_bytes -= fits
+    def write(handle: int, data: bytes | memoryview) -> None:
+        fits = min(len(data), left[0])
+        real(handle, memoryview(data)[:fits])
+        left[0] -= fits
         if fits < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def free_bytes(self, folder: Path) -> int:
-        return self.room_bytes
+    monkeypatch.setattr(storage, "write", write)
+    monkeypatch.setattr(storage, "free_bytes", lambda folder: left[0])
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
@@ -188,20 +170,19 @@ def test_a_rank_that_cannot_save_is_an_error_on_all_ranks(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-class _Elsewhere(Wrapped):
-    """The files of a machine that does not see those of the others."""
-
-    def kind(self, path: Path) -> Any:
-        return None if ".tmp-" in path.name else self.inner.kind(path)
-
-
 def test_machines_without_a_shared_folder_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echelon.checkpoint.commit._VISIBLE_WITHIN_S", 0.0)
+    real = storage.kind
+
+    def kind(path: Path) -> Any:  # rank 1 does not see the files of the other machine
+        is_hidden = ".tmp-" in path.name and threading.current_thread().name == "rank 1"
+        return None if is_hidden else real(path)
+
+    monkeypatch.setattr(storage, "kind", kind)
 
     def run(world: Any, gather: Any) -> str:
-        storage = _Elsewhere() if world.rank == 1 else LocalStorage()
         with pytest.raises(CheckpointError) as caught:
-            save(tmp_path / "c", Content(), world=world, storage=storage, gather=gather)
+            save(tmp_path / "c", Content(), world=world, gather=gather)
         return str(caught.value)
 
     for text in on_threads(run, 2):
@@ -242,11 +223,13 @@ def test_each_machine_may_write_a_separate_checkpoint(tmp_path: Path) -> None:
 # ---- a disk that says no ---------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_keeps_the_old_checkpoint_and_reports_missing_bytes(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_checkpoint_and_reports_missing_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_on_threads(tmp_path / "c", 1, world_size=1)
-    storage = Full(3000)
+    _fill_disk(monkeypatch, 3000)
     with pytest.raises(CheckpointError) as caught:
-        save(tmp_path / "c", Content(tensors={"w": torch.zeros(2000)}, objects={"s": 1}), world=WORLD, storage=storage)
+        save(tmp_path / "c", Content(tensors={"w": torch.zeros(2000)}, objects={"s": 1}), world=WORLD)
     # 8000 bytes of the tensor and 7 of {"s":1}; of the 3000 that there were, the file has all, and its header some.
     assert f"{tmp_path / 'c'} could not be saved: [Errno 28] No space left on device" in str(caught.value)
     assert "(rank 0 writes 8,007 bytes, and 0 bytes are free: 5,007 bytes are missing)" in str(caught.value)
@@ -270,52 +253,24 @@ def test_a_small_file_system_that_fills_up(tmp_path: Path) -> None:
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_failures_are_reported_up_to_the_limit() -> None:
-    failures = SaveFailures(limit=3)
-    error = CheckpointError("c could not be saved", do="free space")
-    for _ in range(2):
-        with pytest.warns(EchelonWarning, match="c could not be saved\n  Training continues"):
-            failures.failed(error)
-    failures.succeeded()
-    for _ in range(2):
-        with pytest.warns(EchelonWarning):
-            failures.failed(error)
-    with pytest.raises(TooManyFailedSavesError, match="3 consecutive checkpoints could not be written") as caught:
-        failures.failed(error)
-    assert caught.value.exit_code == 74
-
-
 # ---- in the background -----------------------------------------------------------------------------------------------
 
 
-class _Slow(Wrapped):
-    """Waits before the first write until it is told."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._go = folder / "go"
-
-    def write(self, handle: int, data: bytes | memoryview) -> None:
-        deadline = time.monotonic() + 30
-        while not self._go.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        self.inner.write(handle, data)
-
-
-def test_a_background_save_writes_the_values_at_its_start(tmp_path: Path) -> None:
-    saver, w, storage = BackgroundSaver(), torch.arange(4.0), _Slow(tmp_path)
+def test_a_background_save_writes_the_values_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, w, go, real = BackgroundSaver(), torch.arange(4.0), threading.Event(), storage.write
+    monkeypatch.setattr(storage, "write", lambda handle, data: go.wait(30) and real(handle, data))
     rotated: list[Path] = []
     for step in range(3):
         w.fill_(step)
         content = Content(tensors={"w": w}, objects={"step": step})
-        begun = begin_save(tmp_path / f"c_{step}", content, world=WORLD, storage=storage)
+        begun = begin_save(tmp_path / f"c_{step}", content, world=WORLD)
         saver.start(begun, afterwards=rotated.append)  # waits for the one before
         if step == 0:
             assert saver.is_busy
-            address = saver._buffers._buffers["w"].data_ptr()
+            address = saver._buffers["w"].data_ptr()
             w.fill_(-1)
-            (tmp_path / "go").touch()
-        assert saver._buffers._buffers["w"].data_ptr() == address
+            go.set()
+        assert saver._buffers["w"].data_ptr() == address
     saver.wait()
     assert not saver.is_busy
     for step in range(3):
@@ -323,12 +278,14 @@ def test_a_background_save_writes_the_values_at_its_start(tmp_path: Path) -> Non
     assert rotated == [tmp_path / f"c_{step}" for step in range(3)]
 
 
-def test_the_next_call_raises_an_error_of_a_background_save(tmp_path: Path) -> None:
+def test_the_next_call_raises_an_error_of_a_background_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = BackgroundSaver()
     content = Content(tensors={"w": torch.zeros(100)})
-    saver.start(begin_save(tmp_path / "c", content, world=WORLD, storage=Full(10)))
-    with pytest.raises(CheckpointError, match="No space left"):
-        saver.start(begin_save(tmp_path / "d", content, world=WORLD))
+    with monkeypatch.context() as patch:
+        _fill_disk(patch, 10)
+        saver.start(begin_save(tmp_path / "c", content, world=WORLD))
+        with pytest.raises(CheckpointError, match="No space left"):
+            saver.start(begin_save(tmp_path / "d", content, world=WORLD))
     assert list(tmp_path.iterdir()) == []
     saver.wait()  # it is raised once
     saver.start(begin_save(tmp_path / "d", content, world=WORLD))
@@ -342,11 +299,11 @@ def test_a_program_finishes_its_last_save_before_exit(tmp_path: Path) -> None:
 import time, torch
 from pathlib import Path
 from echelon.checkpoint.background_save import BackgroundSaver
-from echelon.checkpoint.save import Content, begin_save
-from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.save import Content, begin_save, save
+from echelon.checkpoint import storage
 from echelon.world.world import World
-write = LocalStorage.write
-LocalStorage.write = lambda self, handle, data: (time.sleep(0.2), write(self, handle, data))
+write = storage.write
+storage.write = lambda handle, data: (time.sleep(0.2), write(handle, data))
 content = Content(tensors={{"w": torch.arange(4.0)}})
 saver = BackgroundSaver()
 saver.start(begin_save(Path({str(tmp_path)!r}) / "c", content, world=World.current(cpu=True)))
@@ -483,17 +440,17 @@ from pathlib import Path
 import torch
 from echelon import Accelerator
 from echelon.base.errors import CheckpointError
-from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint import storage
 from echelon.utils import ProjectConfiguration
 accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True))
 model = accelerator.prepare(torch.nn.Linear(1, 1))
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    sync_folder = LocalStorage.sync_folder
-    def stops(self, path):
-        sync_folder(self, path)
+    sync_folder = storage.sync_folder
+    def stops(path):
+        sync_folder(path)
         if ".tmp-" in path.name:  # all is written, and the names are about to change
             os.kill(os.getpid(), signal.SIGSTOP)
-    LocalStorage.sync_folder = stops
+    storage.sync_folder = stops
 with torch.no_grad():
     model.weight.fill_(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
 try:
@@ -557,27 +514,24 @@ def test_an_invalid_lock_file_is_replaced(text: bytes, tmp_path: Path) -> None:
 
 
 def test_deletion_renames_a_checkpoint_first_and_then_removes_its_manifest() -> None:
-    storage, folder = ToyStorage(), Path("/toy/run")
-    for number in (1, 2):
-        save_on_threads(folder / f"checkpoint_{number}", number, world_size=1, storage=storage)
-    num_before = len(storage.calls)
-    remove_oldest(folder, prefix="checkpoint_", limit=1, storage=storage)
-    assert storage.calls[num_before : num_before + 3] == [
+    toy, folder = ToyStorage(), Path("/toy/run")
+    with toy.used():
+        for number in (1, 2):
+            save_on_threads(folder / f"checkpoint_{number}", number, world_size=1)
+        num_before = len(toy.calls)
+        remove_oldest(folder, prefix="checkpoint_", limit=1)
+    assert toy.calls[num_before : num_before + 3] == [
         ("rename", "checkpoint_1"),
         ("sync_folder", "run"),
         ("remove_file", "manifest.json"),
     ]
-    assert storage.calls[-1][0] == "remove_folder"
+    assert toy.calls[-1][0] == "remove_folder"
 
 
-def test_different_checkpoints_with_one_name_on_two_machines_are_not_loaded() -> None:
-    machines = [ToyStorage(), ToyStorage()]
-    for step, machine in enumerate(machines):
-        save_on_threads(Path("/toy/c"), step, world_size=1, storage=machine)
-
-    def run(world: Any, gather: Any) -> list[str]:
-        found = newest([Path("/toy/c")], world=world, storage=machines[world.rank], gather=gather)
-        assert found.checkpoint is None
-        return [why for _, why in found.skipped]
-
-    assert on_threads(run, 2) == [["this name refers to different checkpoints on different machines"]] * 2
+def test_different_checkpoints_with_one_name_on_two_machines_are_not_loaded(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_on_threads(tmp_path / f"machine{rank}" / "c", rank, world_size=1)
+    found = on_threads(
+        lambda world, gather: try_open(tmp_path / f"machine{world.rank}" / "c", world=world, gather=gather), 2
+    )
+    assert found == [(None, "this name refers to different checkpoints on different machines")] * 2

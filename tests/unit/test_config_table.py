@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from echelon import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
-from echelon.accelerator.plugins.sequence_parallel_config import (
+from echelon.accelerator.plugins.parallelism_config import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from echelon import Accelerator
-from echelon.accelerator.setup import build as opening
+from echelon.accelerator.setup import build_session as opening
 from echelon.base import cores, device, environ
 from echelon.base.cores import cores_of_node, share_of, threads_of_each, usable_cores
 from echelon.config.resolve import resolve

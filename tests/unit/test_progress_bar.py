@@ -16,7 +16,6 @@ import torch
 from echelon.base import progress as bars
 from echelon.base.progress import progress_bar, shows_bars
 from echelon.checkpoint.formats.merged_weights import merge_fsdp_weights
-from echelon.checkpoint.listing import problems_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.save import Content, begin_save
 from echelon.world.world import World
@@ -91,7 +90,7 @@ def test_saving_verifying_and_loading_report_all_their_bytes(tmp_path: Path) -> 
         tmp_path / "c", Content(tensors=tensors), world=_WORLD, gather=lambda payload: [payload]
     ).finish(lambda payload: [payload], show=show)
     checkpoint = Checkpoint(folder)
-    assert problems_of(checkpoint, show) == []
+    assert checkpoint.problems(show=show) == []
     checkpoint.read_into({"models.0.w": torch.zeros(3 << 20)}, show=show)
     # The file also has a header, whose size is known only when it is written.
     assert totals["saving c"] <= sum(seen["saving c"]) <= totals["saving c"] + 1000

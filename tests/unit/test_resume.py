@@ -349,32 +349,6 @@ def test_a_stateful_loader_seeks_immediately(tmp_path: Path) -> None:
     assert make(3) + make(0) == whole
 
 
-def test_skipped_checkpoints_are_reported_and_numbering_continues(tmp_path: Path) -> None:
-    def make(stop: int) -> _Run:
-        run = _Run(tmp_path, _numbers(8))
-        for _ in run.accelerator.epochs(1):
-            for i in run.loaders[0]:
-                run.read.append(i.tolist())
-                run.accelerator.save_state()
-                if len(run.read) == stop:
-                    return run
-        return run
-
-    make(2)
-    (tmp_path / "checkpoints" / "checkpoint_1" / "rank_00000.safetensors").unlink()
-    with pytest.warns(
-        EchelonWarning, match=r"loading .*checkpoint_0;(.|\n)*checkpoint_1: .*rank_00000.safetensors is missing"
-    ):
-        run = make(1)
-    assert run.read == [[2, 3]]
-    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*"))
-    assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
-    for name in names:
-        (tmp_path / "checkpoints" / name / "manifest.json").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):  # not a new run
-        make(1)
-
-
 def test_a_position_in_mid_epoch_is_rejected_with_another_parity(tmp_path: Path) -> None:
     def make(parity: str, stop: int) -> None:
         run = _Run(tmp_path, _numbers(8), parity=parity)

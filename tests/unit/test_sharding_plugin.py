@@ -32,7 +32,7 @@ from torch.distributed.fsdp.wrap import (
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelKwargs
-from echelon.accelerator.setup.build import build_engine, build_sharding
+from echelon.accelerator.setup.build_session import build_engine, build_sharding
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.config.schema import RunConfig

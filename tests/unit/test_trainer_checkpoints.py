@@ -25,8 +25,8 @@ from torch.utils.data import Dataset, IterableDataset
 from echelon.accelerator.checkpoint.folders import problems_in
 from echelon.base.errors import CheckpointError, ConfigError
 from echelon.base.warnings import EchelonWarning
+from echelon.checkpoint import storage
 from echelon.checkpoint.background_save import TooManyFailedSavesError
-from echelon.checkpoint.storage import LocalStorage
 from echelon.cli.main import _run
 from echelon.trainer import (
     EarlyStoppingCallback,
@@ -405,14 +405,14 @@ def test_a_disk_that_is_full_is_told_and_then_ends_the_training(
     class Fills(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
-                monkeypatch.setattr(LocalStorage, "write", full)
+                monkeypatch.setattr(storage, "write", full)
             if state.global_step == 3:
-                monkeypatch.setattr(LocalStorage, "write", write)
+                monkeypatch.setattr(storage, "write", write)
                 monkeypatch.setattr(
                     "echelon.trainer.checkpoint.model_files.write_tensors", full
                 )  # as save_pretrained would fail
 
-    write = LocalStorage.write
+    write = storage.write
     trainer.add_callback(Fills)
     with pytest.warns(EchelonWarning, match="No space left on device"), pytest.raises(TooManyFailedSavesError) as error:
         trainer.train()

@@ -15,14 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from echelon.accelerator import pipeline, process, sequences, unsupported
+from echelon.accelerator import pipeline, sequences
 from echelon.accelerator.checkpoint.checkpoints import Checkpoints
-from echelon.accelerator.checkpoint.registry import CheckpointRegistry
 from echelon.accelerator.current import register_accelerator
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.metrics import gather_samples, trim_for_metrics
-from echelon.accelerator.models.save_objects import save
-from echelon.accelerator.models.unwrap import get_state_dict, is_on_several_devices, unwrap_model
+from echelon.accelerator.models.save_objects import get_state_dict, is_on_several_devices, save, unwrap_model
 from echelon.accelerator.plugins.configuration import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -42,9 +40,9 @@ from echelon.accelerator.plugins.project_configuration import ProjectConfigurati
 from echelon.accelerator.preemption import PreemptionHandler
 from echelon.accelerator.prepare.data_loaders import skip_first_batches
 from echelon.accelerator.prepare.prepare_objects import prepare_arguments, prepare_for_evaluation, prepare_one_loader
+from echelon.accelerator.process import ProcessMembers
 from echelon.accelerator.profiling import ProfileKwargs, profile
-from echelon.accelerator.setup.build import dynamo_settings, resolve_settings
-from echelon.accelerator.setup.build_session import build_session
+from echelon.accelerator.setup.build_session import build_session, dynamo_settings, resolve_settings
 from echelon.accelerator.state import AcceleratorState
 from echelon.accelerator.tracking import Tracking
 from echelon.accelerator.update.join_uneven import join_uneven_inputs
@@ -54,6 +52,7 @@ from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.accelerator.views import axis_rank, delegate, given_handler, view
 from echelon.base.capabilities import Capabilities
+from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.base.progress import Progress
 from echelon.compat.enums import DistributedType, FP8BackendType
@@ -78,7 +77,7 @@ T = TypeVar("T")
 
 @suggest_keywords
 @uncompiled_methods(but=("autocast",))
-class Accelerator:
+class Accelerator(ProcessMembers):
     """Prepares models, optimizers, schedulers and loaders for the ranks, and runs the rank-dependent parts of a training loop.
 
     Names, defaults and semantics match Hugging Face Accelerate, except where Accelerate is provably wrong. Several
@@ -149,7 +148,13 @@ class Accelerator:
         verify_every: int | None = None,
         verify_action: str | None = None,
     ) -> None:
-        unsupported.refuse_unsupported(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
+        for name, value in {"torch_tp_plugin": torch_tp_plugin, "megatron_lm_plugin": megatron_lm_plugin}.items():
+            if value is not None:
+                raise ConfigError(
+                    f"Accelerator({name}=) is not supported by this version of echelon",
+                    where=f"code Accelerator({name}=)",
+                    do=f"remove {name}",
+                )
         settings = {
             **dynamo_settings(dynamo_backend, dynamo_plugin),
             "engine": engine if isinstance(engine, str) else None,
@@ -206,24 +211,6 @@ class Accelerator:
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return this object itself, so that copying its owner does not create a second view of the process group."""
         return self
-
-    device: torch.device = process.device
-    num_processes: int = process.num_processes
-    process_index: int = process.process_index
-    local_process_index: int = process.local_process_index
-    is_main_process: bool = process.is_main_process
-    is_local_main_process: bool = process.is_local_main_process
-    is_last_process: bool = process.is_last_process
-    use_distributed: bool = process.use_distributed
-    on_main_process = process.on_main_process
-    on_local_main_process = process.on_local_main_process
-    on_last_process = process.on_last_process
-    on_process = process.on_process
-    on_local_process = process.on_local_process
-    main_process_first = process.main_process_first
-    local_main_process_first = process.local_main_process_first
-    split_between_processes = process.split_between_processes
-    print = process.print
 
     world: World = view("session.world", "Rank, world size and device of this process.")
     capabilities: Capabilities = view("session.engine.capabilities", "The capabilities of the engine.")
@@ -310,8 +297,17 @@ class Accelerator:
     pipeline_parallel_rank: int = axis_rank("pipeline_parallel_rank", "pp")
 
     context_parallel, maybe_context_parallel = sequences.context_parallel, sequences.maybe_context_parallel
-    deepspeed_ulysses_dl_adapter = unsupported.deepspeed_ulysses_dl_adapter
-    lomo_backward = unsupported.lomo_backward
+
+    def deepspeed_ulysses_dl_adapter(self, dl: T, model: nn.Module) -> T:
+        """Return ``dl`` unchanged, because sequence parallelism is not supported."""
+        return dl
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Raise, because LOMO, which updates the parameters inside the backward pass, is not supported."""
+        raise UsageError(
+            "lomo_backward() is not supported: LOMO updates the parameters inside the backward pass, separately on each rank",
+            do="use an optimizer with a step() method, and call accelerator.backward(loss)",
+        )
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
 
@@ -398,7 +394,7 @@ class Accelerator:
     _optimizers: list[AcceleratedOptimizer] = view("session.objects.optimizers", "The prepared optimizers.")
     _schedulers: list[AcceleratedScheduler] = view("session.objects.schedulers", "The prepared schedulers.")
     _dataloaders: list[PreparedLoader] = view("session.objects.loaders", "The prepared loaders.")
-    _custom_objects: list[Any] = view("checkpoints.registry.custom_objects", "Objects registered for checkpointing.")
+    _custom_objects: list[Any] = view("checkpoints.custom_objects", "Objects registered for checkpointing.")
 
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
         """Allow every process to read all of ``loader``; return ``loader``."""
@@ -546,9 +542,9 @@ class Accelerator:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     save_model = delegate(Checkpoints.save_model, "checkpoints")
-    register_for_checkpointing = delegate(CheckpointRegistry.register_for_checkpointing, "checkpoints.registry")
-    register_save_state_pre_hook = delegate(CheckpointRegistry.register_save_state_pre_hook, "checkpoints.registry")
-    register_load_state_pre_hook = delegate(CheckpointRegistry.register_load_state_pre_hook, "checkpoints.registry")
+    register_for_checkpointing = delegate(Checkpoints.register_for_checkpointing, "checkpoints")
+    register_save_state_pre_hook = delegate(Checkpoints.register_save_state_pre_hook, "checkpoints")
+    register_load_state_pre_hook = delegate(Checkpoints.register_load_state_pre_hook, "checkpoints")
     save_state = delegate(Checkpoints.save_state, "checkpoints")
     load_state = delegate(Checkpoints.load_state, "checkpoints")
     resume = delegate(Checkpoints.resume, "checkpoints")

@@ -6,6 +6,7 @@ from typing import Any
 
 from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.plugins.configuration import GradientAccumulationPlugin
+from echelon.accelerator.views import view
 from echelon.data.active_loaders import ActiveLoaders
 from echelon.data.loader import PreparedLoader
 
@@ -78,25 +79,19 @@ class GradientState:
     def num_steps(self, num_steps: int) -> None:
         self.plugin.num_steps = num_steps
 
-    @property
-    def adjust_scheduler(self) -> bool:
-        """See ``GradientAccumulationPlugin``."""
-        return self.plugin.adjust_scheduler
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether the end of a loader ends the accumulation window."""
-        return self.plugin.sync_with_dataloader
+    adjust_scheduler: bool = view("plugin.adjust_scheduler", "See ``GradientAccumulationPlugin``.")
+    sync_with_dataloader: bool = view(
+        "plugin.sync_with_dataloader", "Whether the end of a loader ends the accumulation window."
+    )
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """The plugin's fields that differ from their defaults."""
         return self.plugin.to_kwargs()
 
-    @property
-    def active_dataloader(self) -> PreparedLoader | None:
-        """Loader that the innermost loop iterates over."""
-        return self.reading.innermost
+    active_dataloader: PreparedLoader | None = view(
+        "reading.innermost", "Loader that the innermost loop iterates over."
+    )
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:

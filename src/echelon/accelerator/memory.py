@@ -6,7 +6,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -57,22 +57,6 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
         return False
     text = str(exception.args[0]).lower()
     return any(words in text for words in _OUT_OF_MEMORY)
-
-
-@overload
-def find_executable_batch_size(
-    function: Callable[..., Any],
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Callable[..., Any]: ...
-
-
-@overload
-def find_executable_batch_size(
-    function: None = None,
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 
 
 def find_executable_batch_size(

@@ -1,7 +1,4 @@
-"""Rank-related members with Accelerate's names, shared by Accelerator and PartialState.
-
-Functions that take ``self`` are methods of both classes.
-"""
+"""Rank-related members with Accelerate's names, shared by Accelerator and PartialState."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import builtins
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,50 +14,79 @@ from echelon.accelerator.views import view
 from echelon.data.sharding.split_between_processes import split_between_processes as split_inputs
 from echelon.distributed import control
 from echelon.distributed.monitored_barrier import monitored_barrier
+from echelon.distributed.uncompiled import uncompiled_methods
+from echelon.world.world import World
 
-__all__ = [
-    "device",
-    "first_rank_saves",
-    "is_last_process",
-    "is_local_main_process",
-    "is_main_process",
-    "local_main_process_first",
-    "local_process_index",
-    "main_process_first",
-    "num_processes",
-    "on_last_process",
-    "on_local_main_process",
-    "on_local_process",
-    "on_main_process",
-    "on_process",
-    "print",
-    "process_index",
-    "require_all_ranks",
-    "split_between_processes",
-    "use_distributed",
-]
-
-device: Any = view("_world.device", "The device of this process.")
-num_processes: Any = view("_world.world_size", "The number of processes across all machines.")
-process_index: Any = view("_world.rank", "The global rank.")
-local_process_index: Any = view("_world.local_rank", "The rank within this machine.")
-is_main_process: Any = view("_world.is_rank_zero", "Whether this is rank zero.")
-is_local_main_process: Any = view("_world.is_local_rank_zero", "Whether this is the first process on its machine.")
-is_last_process: Any = property(
-    lambda process: process.process_index == process.num_processes - 1, doc="Whether this is the highest rank."
-)
-use_distributed: Any = property(lambda process: process.num_processes > 1, doc="Whether there are several processes.")
+__all__ = ["ProcessMembers", "first_rank_saves", "require_all_ranks"]
 
 
-class _Process(Protocol):
-    device: torch.device
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    is_main_process: bool
-    is_local_main_process: bool
-    is_last_process: bool
-    use_distributed: bool
+@uncompiled_methods()
+class ProcessMembers:
+    """The rank-related members of ``Accelerator`` and ``PartialState``, under Accelerate's names."""
+
+    _world: World
+
+    device: torch.device = view("_world.device", "The device of this process.")
+    num_processes: int = view("_world.world_size", "The number of processes across all machines.")
+    process_index: int = view("_world.rank", "The global rank.")
+    local_process_index: int = view("_world.local_rank", "The rank within this machine.")
+    is_main_process: bool = view("_world.is_rank_zero", "Whether this is rank zero.")
+    is_local_main_process: bool = view("_world.is_local_rank_zero", "Whether this is the first process on its machine.")
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.num_processes > 1
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the block on rank zero first, then on the other ranks. Collective."""
+        with control.main_first():
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run the block on one process per machine first, then on the others. Collective."""
+        with control.main_first(scope="machine"):
+            yield
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Yield this process's part of a list, tuple, dict, tensor or dataset; equal parts with ``apply_padding``."""
+        with split_inputs(
+            inputs, apply_padding, rank=self.process_index, world_size=self.num_processes, device=self.device
+        ) as part:
+            yield part
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on one process per machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def on_main_process(self, function: Any = None) -> Any:
+        """Run ``function`` only on rank zero; on other ranks, it returns None."""
+        return _only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """Run ``function`` only on one process per machine."""
+        return _only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Any) -> Any:
+        """Run ``function`` only on the highest rank."""
+        return _only_if(self.is_last_process, function)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Run ``function`` only on rank ``process_index``; a single process always runs it."""
+        return _only_if(self.process_index == process_index or not self.use_distributed, function)
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Run ``function`` only on process ``local_process_index`` on each machine; a single process always runs it."""
+        return _only_if(self.local_process_index == local_process_index or not self.use_distributed, function)
 
 
 @contextmanager
@@ -93,60 +119,6 @@ def require_all_ranks(operation: str, *, advice: str) -> None:
         DesyncError: a rank is at another operation, in a collective, or has exited.
     """
     monitored_barrier(operation, advice=advice)
-
-
-@contextmanager
-def main_process_first(self: _Process) -> Iterator[None]:
-    """Run the block on rank zero first, then on the other ranks. Collective."""
-    with control.main_first():
-        yield
-
-
-@contextmanager
-def local_main_process_first(self: _Process) -> Iterator[None]:
-    """Run the block on one process per machine first, then on the others. Collective."""
-    with control.main_first(scope="machine"):
-        yield
-
-
-@contextmanager
-def split_between_processes(self: _Process, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-    """Yield this process's part of a list, tuple, dict, tensor or dataset; equal parts with ``apply_padding``."""
-    with split_inputs(
-        inputs, apply_padding, rank=self.process_index, world_size=self.num_processes, device=self.device
-    ) as part:
-        yield part
-
-
-def print(self: _Process, *args: Any, **kwargs: Any) -> None:
-    """Print on one process per machine."""
-    if self.is_local_main_process:
-        builtins.print(*args, **kwargs)
-
-
-def on_main_process(self: _Process, function: Any = None) -> Any:
-    """Run ``function`` only on rank zero; on other ranks, it returns None."""
-    return _only_if(self.is_main_process, function)
-
-
-def on_local_main_process(self: _Process, function: Any = None) -> Any:
-    """Run ``function`` only on one process per machine."""
-    return _only_if(self.is_local_main_process, function)
-
-
-def on_last_process(self: _Process, function: Any) -> Any:
-    """Run ``function`` only on the highest rank."""
-    return _only_if(self.is_last_process, function)
-
-
-def on_process(self: _Process, function: Any = None, process_index: int | None = None) -> Any:
-    """Run ``function`` only on rank ``process_index``; a single process always runs it."""
-    return _only_if(self.process_index == process_index or not self.use_distributed, function)
-
-
-def on_local_process(self: _Process, function: Any = None, local_process_index: int | None = None) -> Any:
-    """Run ``function`` only on process ``local_process_index`` on each machine; a single process always runs it."""
-    return _only_if(self.local_process_index == local_process_index or not self.use_distributed, function)
 
 
 def _only_if(condition: bool, function: Any) -> Any:

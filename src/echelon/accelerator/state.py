@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from echelon.accelerator import process
 from echelon.accelerator.current import current_accelerator, has_accelerator
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
-from echelon.base.capabilities import Capabilities
+from echelon.accelerator.process import ProcessMembers
+from echelon.accelerator.views import view
 from echelon.base.device import use_device
 from echelon.base.errors import UsageError
 from echelon.compat.enums import DistributedType
@@ -48,7 +48,7 @@ class _SharedState:
         return {} if known is None else {name: getattr(known, name) for name in kind._facts}
 
 
-class PartialState:
+class PartialState(ProcessMembers):
     """Rank and device of this process, under Accelerate's names. All instances are equivalent and stateless.
 
     Args:
@@ -63,24 +63,6 @@ class PartialState:
 
     _facts: ClassVar[tuple[str, ...]] = _FACTS
     _shared_state = _SharedState()
-
-    device: torch.device = process.device
-    num_processes: int = process.num_processes
-    process_index: int = process.process_index
-    local_process_index: int = process.local_process_index
-    is_main_process: bool = process.is_main_process
-    is_local_main_process: bool = process.is_local_main_process
-    is_last_process: bool = process.is_last_process
-    use_distributed: bool = process.use_distributed
-    on_main_process = process.on_main_process
-    on_local_main_process = process.on_local_main_process
-    on_last_process = process.on_last_process
-    on_process = process.on_process
-    on_local_process = process.on_local_process
-    main_process_first = process.main_process_first
-    local_main_process_first = process.local_main_process_first
-    split_between_processes = process.split_between_processes
-    print = process.print
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         if unknown := kwargs.keys() - {"backend", "timeout", "init_method"}:
@@ -210,22 +192,11 @@ class AcceleratorState(PartialState):
         state._world = accelerator.world
         return state
 
-    @property
-    def mixed_precision(self) -> str:
-        """``no``, ``fp16``, ``bf16`` or ``fp8``."""
-        return str(self._accelerator.mixed_precision)
-
-    @property
-    def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """How prepared models are compiled."""
-        plugin: TorchDynamoPlugin = self._accelerator.dynamo_plugin
-        return plugin
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How the run is distributed, according to the engine."""
-        kind: DistributedType = self._accelerator.distributed_type
-        return kind
+    mixed_precision: str = view("_accelerator.mixed_precision", "``no``, ``fp16``, ``bf16`` or ``fp8``.")
+    dynamo_plugin: TorchDynamoPlugin = view("_accelerator.dynamo_plugin", "How prepared models are compiled.")
+    distributed_type: DistributedType = view(
+        "_accelerator.distributed_type", "How the run is distributed, according to the engine."
+    )
 
     _facts = (*_FACTS, "mixed_precision")
 
@@ -233,40 +204,20 @@ class AcceleratorState(PartialState):
     megatron_lm_plugin: None = None
     torch_tp_plugin: None = None
 
-    @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """DeepSpeed settings; None if it is not used."""
-        plugin: DeepSpeedPlugin | None = self._accelerator.deepspeed_plugin
-        return plugin
-
-    @property
-    def deepspeed_plugins(self) -> DeepSpeedPlugin | None:
-        """Same as ``deepspeed_plugin``, because an Accelerator has only one."""
-        return self.deepspeed_plugin
-
-    @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """Model sharding settings; None without sharding."""
-        plugin: FullyShardedDataParallelPlugin | None = self._accelerator.fsdp_plugin
-        return plugin
-
-    @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        """Number of ranks on each mesh axis; None if not configured."""
-        layout: ParallelismConfig | None = self._accelerator.parallelism_config
-        return layout
-
-    @property
-    def device_mesh(self) -> DeviceMesh | None:
-        """The mesh of ``parallelism_config``."""
-        mesh: DeviceMesh | None = self._accelerator.torch_device_mesh
-        return mesh
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded."""
-        capabilities: Capabilities = self._accelerator.capabilities
-        return capabilities.replaces_parameters
+    deepspeed_plugin: DeepSpeedPlugin | None = view(
+        "_accelerator.deepspeed_plugin", "DeepSpeed settings; None if it is not used."
+    )
+    deepspeed_plugins: DeepSpeedPlugin | None = view(
+        "_accelerator.deepspeed_plugin", "Same as ``deepspeed_plugin``, because an Accelerator has only one."
+    )
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = view(
+        "_accelerator.fsdp_plugin", "Model sharding settings; None without sharding."
+    )
+    parallelism_config: ParallelismConfig | None = view(
+        "_accelerator.parallelism_config", "Number of ranks on each mesh axis; None if not configured."
+    )
+    device_mesh: DeviceMesh | None = view("_accelerator.torch_device_mesh", "The mesh of ``parallelism_config``.")
+    is_fsdp2: bool = view("_accelerator.capabilities.replaces_parameters", "Whether parameters are sharded.")
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return the only plugin, regardless of ``name``. Raises UsageError if there is none."""

@@ -1,4 +1,4 @@
-"""Names the training state entries in a checkpoint, and decides which of them may be missing."""
+"""Names the training state entries in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
-from echelon.engines.state_dicts import plain_name, plain_parameters
+from echelon.engines.state_dicts import plain_parameters
 
 __all__ = [
     "Allowed",
     "NamedOptimizer",
     "frozen_names",
     "names_of",
-    "optional_names",
 ]
 
 _PIECE = re.compile(r"(model|optimizer|scheduler|loader|custom|scaler)(\[\d+\](\..+)?)?")
@@ -147,25 +146,3 @@ def _matching_frozen(ours: Sequence[dict[str, Any]], saved: Sequence[dict[str, A
     others = iter(left if len(left) == same.count(None) else [group for group, one in zip(ours, same) if one is None])
     for one in same:
         yield next(others) if one is None else one
-
-
-def optional_names(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    names: Collection[str],
-    index: int,
-    *,
-    strict: bool,
-    allowed: Allowed,
-) -> list[str]:
-    """Return the weights in ``names`` that may be missing, under the names used in the checkpoint."""
-    prefix, piece = model_prefix(index), f"model[{index}]."
-    saved = {name.removeprefix(prefix) for name in checkpoint.names() if name.startswith(prefix)}
-    # Other programs store tied weights under only one of their names.
-    parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-    there = {id(parameters[name]) for name in saved if name in parameters}
-    return [
-        prefix + name
-        for name in names
-        if not strict or allowed.covers(piece + name) or id(parameters.get(name)) in there
-    ]

@@ -1,4 +1,4 @@
-"""Background saves: copies tensors to host memory, writes them in a thread, and handles failed saves."""
+"""Background saves: copies tensors to host memory, and writes them in a thread."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import CheckpointError
-from echelon.base.warnings import warn
 from echelon.checkpoint.save import Gather, Save
 from echelon.distributed.stores import store_of
 
-__all__ = ["EXIT_CODE", "BackgroundSaver", "HostBuffers", "SaveFailures", "TooManyFailedSavesError", "store_gather"]
+__all__ = ["EXIT_CODE", "BackgroundSaver", "TooManyFailedSavesError", "store_gather"]
 
 EXIT_CODE = 74
 """Exit code of a process that ends because it cannot write checkpoints (EX_IOERR in sysexits.h)."""
@@ -37,62 +36,6 @@ class TooManyFailedSavesError(CheckpointError):
     exit_code = EXIT_CODE
 
 
-class SaveFailures:
-    """Counts consecutive failed saves. The count is the same on every rank, and reaching the limit ends the run.
-
-    Args:
-        limit: number of consecutive failures that ends the run.
-    """
-
-    def __init__(self, limit: int = 3) -> None:
-        self._limit = limit
-        self.in_a_row = 0
-
-    def succeeded(self) -> None:
-        """Reset the count."""
-        self.in_a_row = 0
-
-    def failed(self, error: CheckpointError) -> None:
-        """Count ``error``, which was raised on every rank, and warn about it.
-
-        Raises:
-            TooManyFailedSavesError: the limit has been reached.
-        """
-        self.in_a_row += 1
-        if self.in_a_row >= self._limit:
-            raise TooManyFailedSavesError(
-                f"{self.in_a_row} consecutive checkpoints could not be written; the last error was:\n{error.what}",
-                do=f"{error.do}. The process exits with code {EXIT_CODE}; the launcher may report a different one",
-            ) from error
-        warn(f"{error.what}\n  Training continues ({self.in_a_row} of at most {self._limit} failures in a row).")
-
-
-class HostBuffers:
-    """Host memory that holds one copy of the tensors this rank writes; reused as long as their shapes stay the same."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def copy(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Copy ``tensors`` to host memory. The next call overwrites the copy."""
-        kept: dict[str, torch.Tensor] = {}
-        devices = set()
-        for name, tensor in tensors:
-            buffer = self._buffers.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                # Copies from an accelerator overlap only if the memory is page-locked.
-                buffer = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type not in ("cpu", "meta")
-                )
-            kept[name] = buffer.copy_(tensor.detach(), non_blocking=True)
-            devices.add(tensor.device)
-        for device in devices:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-        self._buffers = kept  # buffers of tensors that are no longer saved are freed
-        return list(kept.items())
-
-
 class BackgroundSaver:
     """Writes one checkpoint at a time in a thread. Training waits only until the tensors have been copied to host memory.
 
@@ -101,7 +44,8 @@ class BackgroundSaver:
     """
 
     def __init__(self) -> None:
-        self._buffers = HostBuffers()
+        self._buffers: dict[str, torch.Tensor] = {}
+        """Host memory for one copy of the tensors that this rank writes; reused while their shapes stay the same."""
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         atexit.register(_report, weakref.ref(self))
@@ -132,10 +76,10 @@ class BackgroundSaver:
         try:
             self.wait()
         except BaseException:
-            save.give_up()
+            save.pending.give_up()
             raise
-        save.tensors = self._buffers.copy(save.tensors)
-        gather = store_gather(save.token)
+        save.tensors = self._copied(save.tensors)
+        gather = store_gather(save.pending.token)
 
         def work() -> None:
             try:
@@ -146,8 +90,25 @@ class BackgroundSaver:
                 self._error = error
 
         # Not a daemon: Python joins it at exit, so that the checkpoint is finished.
-        self._thread = threading.Thread(target=work, name=f"checkpoint {save.target.name}")
+        self._thread = threading.Thread(target=work, name=f"checkpoint {save.pending.target.name}")
         self._thread.start()
+
+    def _copied(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Copy ``tensors`` to host memory. The next call overwrites the copy."""
+        kept: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            buffer = self._buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                # Copies from an accelerator overlap only if the memory is page-locked.
+                buffer = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type not in ("cpu", "meta")
+                )
+            kept[name] = buffer.copy_(tensor.detach(), non_blocking=True)
+        for device in {tensor.device for _, tensor in tensors}:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        self._buffers = kept  # buffers of tensors that are no longer saved are freed
+        return list(kept.items())
 
     def wait(self) -> None:
         """Wait for the current save, if any, to finish.

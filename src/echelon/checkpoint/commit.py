@@ -12,14 +12,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
+from echelon.checkpoint import storage
 from echelon.checkpoint.manifest import MANIFEST, is_part as is_part_of_own, read_manifest
-from echelon.checkpoint.storage import Storage, remove_tree
+from echelon.checkpoint.storage import remove_tree
 from echelon.checkpoint.tensor_file import write_file
 
 __all__ = [
@@ -56,22 +57,21 @@ class PendingFolder:
     Each rank that writes to the folder has one of these objects. The rank that creates the folder owns and commits it.
     """
 
-    storage: Storage
     target: Path
-    """Path of the checkpoint, with symbolic links resolved (``Storage.real_path``)."""
+    """Path of the checkpoint, with symbolic links resolved (``storage.real_path``)."""
     token: str
     """Unique token that identifies this save."""
     fence: Callable[[], None] | None = None
     """Raises an error if this run may no longer write here. Called before the folder is created and just before it is
     renamed."""
+    path: Path = field(init=False)
+    """Folder to which the files are written."""
     is_owner: bool = False
     _is_committing: bool = False
     _has_manifest: bool = False
 
-    @property
-    def path(self) -> Path:
-        """Folder to which the files are written."""
-        return self.target.parent / f"{self.target.name}.tmp-{self.token}"
+    def __post_init__(self) -> None:
+        self.path = self.target.parent / f"{self.target.name}.tmp-{self.token}"
 
     def make(self, *, may_exist: bool = False) -> None:
         """Create the folder and become its owner.
@@ -84,14 +84,14 @@ class PendingFolder:
         """
         if self.fence is not None:
             self.fence()
-        storage, target = self.storage, self.target
-        require_replaceable(storage, target)
-        make_folders(storage, target.parent)
-        place = place_of(storage, target)
+        target = self.target
+        require_replaceable(target)
+        make_folders(target.parent)
+        place = place_of(target)
         if place != target:
             storage.rename(place, target)
             storage.sync_folder(target.parent)
-        _remove_abandoned(storage, target)
+        _remove_abandoned(target)
         try:
             storage.make_folder(self.path)
         except FileExistsError:
@@ -103,9 +103,9 @@ class PendingFolder:
     def is_visible(self) -> bool:
         """Return whether this process can see the folder, allowing for a slow network file system."""
         deadline = time.monotonic() + _VISIBLE_WITHIN_S
-        while self.storage.kind(self.path) is None and time.monotonic() < deadline:
+        while storage.kind(self.path) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self.storage.kind(self.path) == "folder"
+        return storage.kind(self.path) == "folder"
 
     def commit(self, *, manifest: bytes | None, is_part: Callable[[str], bool]) -> None:
         """Replace ``target`` with the folder, whose files are already synced. The result survives a power failure.
@@ -119,13 +119,13 @@ class PendingFolder:
         """
         if not self.is_owner:
             return
-        storage, target, new = self.storage, self.target, self.path
+        target, new = self.target, self.path
         self._has_manifest = manifest is not None
         if manifest is not None:
-            write_file(storage, new / MANIFEST, [manifest])
+            write_file(new / MANIFEST, [manifest])
         is_new = storage.kind(target) is None
         if not is_new:
-            _keep_foreign(storage, target, new, is_part)
+            _keep_foreign(target, new, is_part)
         storage.sync_folder(new)
         if self.fence is not None:
             self.fence()
@@ -140,15 +140,15 @@ class PendingFolder:
         storage.sync_folder(target.parent)
         if not is_new:
             try:
-                retire(storage, old)
+                retire(old)
             except OSError as error:
                 warn(f"{target} was saved, but the old folder {old} could not be deleted: {error}")
 
     def give_up(self) -> None:
         """Delete the folder, unless renaming has begun and it may contain the old checkpoint."""
         try:
-            if self.is_owner and not self._may_hold_the_old_one() and self.storage.kind(self.path) == "folder":
-                discard(self.storage, self.path)
+            if self.is_owner and not self._may_hold_the_old_one() and storage.kind(self.path) == "folder":
+                discard(self.path)
         except OSError:
             return  # the original error matters more; the next start of the run removes the leftovers
 
@@ -156,32 +156,31 @@ class PendingFolder:
         if not (self._is_committing and self._has_manifest):
             return self._is_committing
         try:
-            return read_manifest(self.storage, self.target).token == self.token
+            return read_manifest(self.target).token == self.token
         except CheckpointError:
             return False
 
 
 @contextmanager
-def new_folder(storage: Storage, target: Path) -> Iterator[Path]:
+def new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder that replaces ``target`` if the block ends without an error. For a single process and layouts without a
     manifest.
 
     Args:
-        storage: the file system.
-        target: path without symbolic links (``Storage.real_path``); an existing folder is replaced.
+        target: path without symbolic links (``storage.real_path``); an existing folder is replaced.
     """
-    folder = PendingFolder(storage=storage, target=target, token=new_token())
+    folder = PendingFolder(target=target, token=new_token())
     folder.make()
     try:
         yield folder.path
-        sync_tree(storage, folder.path)
+        sync_tree(folder.path)
         folder.commit(manifest=None, is_part=lambda _: True)
     except BaseException:
         folder.give_up()
         raise
 
 
-def make_folders(storage: Storage, folder: Path) -> None:
+def make_folders(folder: Path) -> None:
     """Create ``folder`` and its missing parents, and sync them."""
     missing = []
     while storage.kind(folder) is None:
@@ -195,23 +194,20 @@ def make_folders(storage: Storage, folder: Path) -> None:
         storage.sync_folder(made.parent)
 
 
-def sync_tree(storage: Storage, folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
     """Sync the files in ``folder``, written by any process, and the names in its subfolders."""
     for name in storage.entries(folder):
         path = folder / name
         kind = storage.kind(path)
         if kind == "folder":
-            sync_tree(storage, path)
+            sync_tree(path)
             storage.sync_folder(path)
         elif kind == "file":
-            handle = storage.open(path)
-            try:
+            with storage.opened(path) as handle:
                 storage.sync(handle)
-            finally:
-                storage.close(handle)
 
 
-def retire(storage: Storage, path: Path) -> None:
+def retire(path: Path) -> None:
     """Delete a checkpoint. If ``path`` is a symbolic link, only the link is deleted.
 
     The folder is renamed first, so that a partially deleted folder is never mistaken for a checkpoint.
@@ -225,15 +221,15 @@ def retire(storage: Storage, path: Path) -> None:
         storage.rename(path, aside)
         storage.sync_folder(path.parent)
         path = aside
-    discard(storage, path)
+    discard(path)
 
 
-def discard(storage: Storage, folder: Path) -> None:
+def discard(folder: Path) -> None:
     """Delete a folder, starting with its manifest."""
-    remove_tree(storage, folder, first=MANIFEST)
+    remove_tree(folder, first=MANIFEST)
 
 
-def place_of(storage: Storage, target: Path) -> Path:
+def place_of(target: Path) -> Path:
     """Return the path of the checkpoint ``target``: ``<name>.old-<token>`` after a crash between the two renames of a commit.
 
     Symbolic links are followed. If ``target`` exists, it is returned.
@@ -242,11 +238,11 @@ def place_of(storage: Storage, target: Path) -> Path:
     if storage.kind(real) is not None or storage.kind(real.parent) != "folder":
         return target
     others = [real.parent / name for name in storage.entries(real.parent) if _aside(name) == (real.name, "old")]
-    whole = [other for other in others if _is_whole(storage, other)]
+    whole = [other for other in others if _is_whole(other)]
     return whole[-1] if whole else target
 
 
-def _is_whole(storage: Storage, old: Path) -> bool:
+def _is_whole(old: Path) -> bool:
     """Return whether an ``.old-`` folder is a complete checkpoint and not a partially deleted one."""
     if storage.kind(old) != "folder":
         return False
@@ -254,14 +250,13 @@ def _is_whole(storage: Storage, old: Path) -> bool:
     return MANIFEST in names or not any(map(is_part_of_own, names))
 
 
-def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> list[str]:
+def clean(parent: Path, *, belongs: Callable[[str], bool]) -> list[str]:
     """Remove leftovers from interrupted saves in ``parent`` and return their names. Complete ``.old-`` folders are renamed
     back.
 
     Only a run that holds the lock may call this function.
 
     Args:
-        storage: the file system.
         parent: folder that contains the checkpoints; it need not exist.
         belongs: returns whether a checkpoint with this name belongs to this run.
     """
@@ -273,16 +268,16 @@ def clean(storage: Storage, parent: Path, *, belongs: Callable[[str], bool]) -> 
         name, kind = _aside(entry)
         if name is None or not belongs(name) or storage.kind(parent / entry) != "folder":
             continue
-        if kind == "old" and place_of(storage, parent / name) == parent / entry:
+        if kind == "old" and place_of(parent / name) == parent / entry:
             storage.rename(parent / entry, parent / name)
             storage.sync_folder(parent)
         else:
-            retire(storage, parent / entry)
+            retire(parent / entry)
         cleaned.append(entry)
     return cleaned
 
 
-def require_replaceable(storage: Storage, target: Path) -> None:
+def require_replaceable(target: Path) -> None:
     """Raise an error if no checkpoint can be saved as ``target``.
 
     Raises:
@@ -308,7 +303,7 @@ def require_replaceable(storage: Storage, target: Path) -> None:
         raise UsageError(f"{target} {place} and cannot be replaced", do="use a folder inside it")
 
 
-def require_folder_or_nothing(storage: Storage, path: Path) -> None:
+def require_folder_or_nothing(path: Path) -> None:
     """Raise an error if ``path`` exists but is not a folder, because a search there would wrongly find no checkpoints.
 
     Raises:
@@ -320,7 +315,7 @@ def require_folder_or_nothing(storage: Storage, path: Path) -> None:
         return
     link = next((one for one in (path, *path.parents) if storage.link_target(one) is not None), None)
     if kind is None and link is not None and storage.kind(storage.real_path(link)) is None:
-        if place_of(storage, path) != path:
+        if place_of(path) != path:
             return  # a crash left the checkpoint under its other name
         raise UsageError(
             f"{link} is a symbolic link to {storage.link_target(link)}, which does not exist",
@@ -340,7 +335,7 @@ def _aside(name: str) -> tuple[str, str] | tuple[None, None]:
     return (match[1], match[2]) if match else (None, None)
 
 
-def _remove_abandoned(storage: Storage, target: Path) -> None:
+def _remove_abandoned(target: Path) -> None:
     """Remove leftovers from killed saves to ``target``, unless they were modified recently."""
     before = time.time() - _ABANDONED_AFTER.total_seconds()
     for name in storage.entries(target.parent):
@@ -349,17 +344,17 @@ def _remove_abandoned(storage: Storage, target: Path) -> None:
             continue
         written = [storage.modified(path) for path in (folder, *(folder / entry for entry in storage.entries(folder)))]
         if max(written) < before:
-            retire(storage, folder)
+            retire(folder)
 
 
-def _keep_foreign(storage: Storage, source: Path, target: Path, is_part: Callable[[str], bool]) -> None:
+def _keep_foreign(source: Path, target: Path, is_part: Callable[[str], bool]) -> None:
     """Hard-link files in ``source`` that were written by other programs into ``target``, without replacing existing files."""
     for name in storage.entries(source):
         if not is_part(name):
-            _link_tree(storage, source / name, target / name)
+            _link_tree(source / name, target / name)
 
 
-def _link_tree(storage: Storage, source: Path, target: Path) -> None:
+def _link_tree(source: Path, target: Path) -> None:
     is_folder = storage.kind(source) == "folder"
     existing = storage.kind(target)
     if not is_folder:
@@ -371,5 +366,5 @@ def _link_tree(storage: Storage, source: Path, target: Path) -> None:
     elif existing != "folder":
         return
     for name in storage.entries(source):
-        _link_tree(storage, source / name, target / name)
+        _link_tree(source / name, target / name)
     storage.sync_folder(target)

@@ -12,13 +12,13 @@ from typing import Literal
 
 from echelon.base.errors import CheckpointError
 from echelon.base.progress import BarOpener
+from echelon.checkpoint import storage
 from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.formats.layouts import TRAINER_STATE, Layout, layout_of
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.typed_json import read_json
 
-__all__ = ["CheckpointEntry", "Leftover", "Listing", "list_folder", "problems_of"]
+__all__ = ["CheckpointEntry", "Leftover", "Listing", "list_folder"]
 
 State = Literal["complete", "verified", "damaged", "unknown"]
 
@@ -71,7 +71,6 @@ def list_folder(folder: Path, *, verify: BarOpener | None = None) -> Listing:
         verify: progress bar to show while every file is read, for checkpoints in echelon's format. If None, only names, sizes
             and manifests are checked.
     """
-    storage = LocalStorage()
     entries, leftovers = [], []
     for name in storage.entries(folder):
         path = folder / name
@@ -85,17 +84,12 @@ def list_folder(folder: Path, *, verify: BarOpener | None = None) -> Listing:
             layout = layout_of(path)
             if layout is not None or _IS_CHECKPOINT.fullmatch(name):
                 entries.append(_entry(path, path, layout, verify))
-        elif match[2] == "old" and place_of(storage, folder / match[1]).name == name:
+        elif match[2] == "old" and place_of(folder / match[1]).name == name:
             entries.append(_entry(folder / match[1], path, layout_of(path), verify))
         else:
             leftovers.append(Leftover(name=name, num_bytes=_num_bytes(path)))
     entries.sort(key=lambda entry: (entry.created, _number(entry.name)), reverse=True)
     return Listing(entries=entries, leftovers=leftovers)
-
-
-def problems_of(checkpoint: Checkpoint, show: BarOpener) -> list[str]:
-    """Read every file in ``checkpoint``, and return a description of each damaged file."""
-    return checkpoint.problems(show=show)
 
 
 def _entry(
@@ -111,7 +105,7 @@ def _entry(
         if layout == "echelon":
             checkpoint = Checkpoint(path)
             manifest = checkpoint.manifest
-            problems = _wrong_sizes(checkpoint) if verify is None else problems_of(checkpoint, verify)
+            problems = checkpoint.problems(show=verify)
             state = "damaged" if problems else "complete" if verify is None else "verified"
             progress = manifest.progress or {}
             step, epoch, world_size = progress.get("step"), progress.get("epoch"), manifest.world_size
@@ -135,18 +129,6 @@ def _entry(
         num_bytes=_num_bytes(place),
         created=changed,
     )
-
-
-def _wrong_sizes(checkpoint: Checkpoint) -> list[str]:
-    storage = LocalStorage()
-    found = []
-    for name, facts in sorted(checkpoint.manifest.files.items()):
-        path = checkpoint.folder / name
-        if storage.kind(path) != "file":
-            found.append(f"{path} is missing")
-        elif path.stat().st_size != facts.size:
-            found.append(f"{path} has the wrong size: expected the {facts.size:,} bytes that were written")
-    return found
 
 
 def _num_bytes(folder: Path) -> int:

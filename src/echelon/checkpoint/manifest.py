@@ -12,10 +12,9 @@ from typing import Any
 import xxhash
 
 from echelon.base.errors import CheckpointError
-from echelon.checkpoint import typed_json
+from echelon.checkpoint import storage, typed_json
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.regions import Chunk, ChunkBounds, TensorLayout, uncovered
-from echelon.checkpoint.storage import Storage
 from echelon.checkpoint.tensor_file import FileFacts, itemsize
 
 __all__ = [
@@ -129,7 +128,7 @@ def is_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
-def read_manifest(storage: Storage, folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """Read and validate the manifest of ``folder``.
 
     Raises:
@@ -143,18 +142,9 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
             what = f"a symbolic link to {link}, which does not exist"
         raise CheckpointError(f"{folder} is {what}: {MANIFEST} is missing", do="pass a checkpoint folder")
     try:
-        handle = storage.open(path)
-        try:
-            size = storage.size(handle)
-            if size > MAX_MANIFEST_BYTES:
-                raise _damaged(path, f"it has {size} bytes")
-            text = bytearray(size)
-            storage.read(handle, 0, memoryview(text))
-        finally:
-            storage.close(handle)
+        return _parse(storage.read_file(path, max_bytes=MAX_MANIFEST_BYTES), path)
     except OSError as error:
         raise _damaged(path, str(error)) from error
-    return _parse(bytes(text), path)
 
 
 def _parse(text: bytes, path: Path) -> Manifest:

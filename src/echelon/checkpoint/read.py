@@ -13,7 +13,7 @@ import torch
 
 from echelon.base.errors import CheckpointError
 from echelon.base.progress import BarOpener, no_bar, progress_bar
-from echelon.checkpoint import typed_json
+from echelon.checkpoint import storage, typed_json
 from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.manifest import (
@@ -27,8 +27,7 @@ from echelon.checkpoint.manifest import (
 )
 from echelon.checkpoint.regions import ChunkBounds, ShardPart, TensorLayout, box_of, overlaps
 from echelon.checkpoint.save import Gather
-from echelon.checkpoint.storage import LocalStorage, Storage
-from echelon.checkpoint.tensor_file import FileFacts, Stored, checksum_of, read_header, require_dtype, stored_form
+from echelon.checkpoint.tensor_file import FileFacts, Stored, checksum_of, require_dtype, stored_form, stored_tensors
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
@@ -42,45 +41,44 @@ class Checkpoint:
         CheckpointError: ``folder`` is not a checkpoint, or its manifest is damaged.
     """
 
-    def __init__(self, folder: Path, *, storage: Storage | None = None) -> None:
-        self._storage = storage or LocalStorage()
-        self.folder = place_of(self._storage, folder)
-        self.manifest: Manifest = read_manifest(self._storage, self.folder)
+    def __init__(self, folder: Path) -> None:
+        self.folder = place_of(folder)
+        self.manifest: Manifest = read_manifest(self.folder)
         self._headers: dict[str, Mapping[str, Stored]] = {}
 
-    def problems(self, *, share: int = 0, num_shares: int = 1, show: BarOpener = no_bar) -> list[str]:
+    def problems(self, *, share: int = 0, num_shares: int = 1, show: BarOpener | None = no_bar) -> list[str]:
         """Read all files (or one share of them) in full, and return a description of each damaged file.
 
-        ``show`` opens the progress bar.
+        ``show`` opens the progress bar. None: compare only the sizes.
         """
         files = [file for i, file in enumerate(sorted(self.manifest.files.items())) if i % num_shares == share]
+        if show is None:
+            return [problem for name, facts in files if (problem := self._problem_of(name, facts, None))]
         with show(f"verifying {self.folder.name}", sum(facts.size for _, facts in files)) as progress:
-            return self._problems(files, progress)
+            return [problem for name, facts in files if (problem := self._problem_of(name, facts, progress))]
 
-    def _problems(self, files: Sequence[tuple[str, FileFacts]], progress: Callable[[int], None]) -> list[str]:
-        found = []
-        for name, facts in files:
-            path = self.folder / name
-            try:
-                self._require_own_folders(name)
-                checksum = checksum_of(self._storage, path, expected_bytes=facts.size, progress=progress)
-                if checksum is None:
-                    found.append(f"{path} has the wrong size: expected the {facts.size:,} bytes that were written")
-                elif checksum != facts.xxh3_128:
-                    found.append(f"{path} is damaged: its checksum does not match the manifest")
-                elif is_part(name) and name.endswith(".safetensors"):
-                    self._require_tensors(name)
-            except FileNotFoundError:
-                found.append(f"{path} is missing")
-            except (OSError, CheckpointError) as error:
-                found.append(f"{path}: {error.what if isinstance(error, CheckpointError) else error}")
-        return found
-
-    def _require_own_folders(self, name: str) -> None:
-        """Raise an error if one of a file's parent folders is a link, because it may point outside the checkpoint."""
-        for parent in list(Path(name).parents)[:-1]:
-            if self._storage.kind(self.folder / parent) != "folder":
-                raise damaged(f"{self.folder / parent} is missing or not a folder")
+    def _problem_of(self, name: str, facts: FileFacts, progress: Callable[[int], None] | None) -> str | None:
+        path = self.folder / name
+        wrong_size = f"{path} has the wrong size: expected the {facts.size:,} bytes that were written"
+        try:
+            for parent in list(Path(name).parents)[:-1]:  # a link may point outside the checkpoint
+                if storage.kind(self.folder / parent) != "folder":
+                    raise damaged(f"{self.folder / parent} is missing or not a folder")
+            if progress is None:
+                with storage.opened(path) as handle:
+                    return wrong_size if storage.size(handle) != facts.size else None
+            checksum = checksum_of(path, expected_bytes=facts.size, progress=progress)
+            if checksum is None:
+                return wrong_size
+            if checksum != facts.xxh3_128:
+                return f"{path} is damaged: its checksum does not match the manifest"
+            if is_part(name) and name.endswith(".safetensors"):
+                self._require_tensors(name)
+        except FileNotFoundError:
+            return f"{path} is missing"
+        except (OSError, CheckpointError) as error:
+            return f"{path}: {error.what if isinstance(error, CheckpointError) else error}"
+        return None
 
     # ---- objects -----------------------------------------------------------------------------------------------------
 
@@ -194,19 +192,16 @@ class Checkpoint:
     def _fill(self, name: str, layout: TensorLayout, box: ChunkBounds, values: torch.Tensor) -> None:
         stored_name = self.manifest.aliases.get(name, name)
         dtype = require_dtype(layout.dtype)
-        for part in overlaps(layout, box):
-            file = tensors_file(part.chunk.rank)
-            entry = self._require_entry(file, chunk_key(stored_name, layout, part.chunk), layout, part.chunk.box)
-            # Read only the requested rows, which are contiguous in the file.
-            lengths = part.chunk.box.lengths
-            row = math.prod(lengths[1:]) * dtype.itemsize
-            rows = part.source[0] if part.source else slice(0, 1)
-            buffer = bytearray(row * (rows.stop - rows.start))
-            self._read(self.folder / file, entry.begin + rows.start * row, memoryview(buffer))
-            chunk = torch.frombuffer(buffer, dtype=dtype).reshape(
-                (rows.stop - rows.start, *lengths[1:]) if lengths else ()
+        for chunk, source, target in overlaps(layout, box):
+            file = tensors_file(chunk.rank)
+            entry = self._require_entry(file, chunk_key(stored_name, layout, chunk), layout, chunk.box)
+            first, shape = _contiguous(chunk.box.lengths, source)
+            buffer = bytearray(math.prod(shape) * dtype.itemsize)
+            self._read(self.folder / file, entry.begin + first * dtype.itemsize, memoryview(buffer))
+            read = torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+            values[target].copy_(
+                read[tuple(slice(None) if n == one.stop - one.start else one for n, one in zip(shape, source))]
             )
-            values[part.target].copy_(chunk[(slice(None), *part.source[1:])] if lengths else chunk)
 
     def _require_tensors(self, file: str) -> None:
         """Raise an error if the header of ``file`` does not match the manifest."""
@@ -228,27 +223,32 @@ class Checkpoint:
 
     def _header(self, file: str) -> Mapping[str, Stored]:
         if file not in self._headers:
-            handle = self._open(self.folder / file)
-            try:
-                self._headers[file] = read_header(self._storage, handle, source=str(self.folder / file))
-            finally:
-                self._storage.close(handle)
+            self._headers[file] = stored_tensors(self.folder / file)
         return self._headers[file]
 
     def _read(self, path: Path, offset: int, buffer: memoryview) -> None:
-        handle = self._open(path)
         try:
-            self._storage.read(handle, offset, buffer)
+            with storage.opened(path) as handle:
+                storage.read(handle, offset, buffer)
         except OSError as error:
             raise damaged(f"{path} cannot be read: {error}") from error
-        finally:
-            self._storage.close(handle)
 
-    def _open(self, path: Path) -> int:
-        try:
-            return self._storage.open(path)
-        except OSError as error:
-            raise damaged(f"{path} cannot be read: {error}") from error
+
+def _contiguous(lengths: Sequence[int], part: Sequence[slice]) -> tuple[int, tuple[int, ...]]:
+    """Return where the shortest run of a chunk's elements that contains ``part`` begins, and the shape of the run.
+
+    In memory, all elements with the same first indices follow each other.
+    """
+    dim = 0
+    while dim + 1 < len(part) and part[dim].stop - part[dim].start == 1:
+        dim += 1
+    first = 0
+    for one, length in zip(part[: dim + 1], lengths):
+        first = first * length + one.start
+    return first * math.prod(lengths[dim + 1 :]), (
+        *(one.stop - one.start for one in part[: dim + 1]),
+        *lengths[dim + 1 :],
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,9 +260,7 @@ class CheckpointSearch:
     """Skipped checkpoints, newest first, each with the reason for skipping it."""
 
 
-def open_verified(
-    folder: Path, *, world: World, storage: Storage | None = None, gather: Gather = gather_bytes
-) -> Checkpoint:
+def open_verified(folder: Path, *, world: World, gather: Gather = gather_bytes) -> Checkpoint:
     """Verify all of a checkpoint's files and open it. The ranks on each machine divide the verification among themselves.
 
     Collective: call on every rank.
@@ -270,7 +268,7 @@ def open_verified(
     Raises:
         CheckpointError: the checkpoint is damaged. The error on every rank names the damaged files.
     """
-    checkpoint, problem = try_open(folder, world=world, storage=storage, gather=gather)
+    checkpoint, problem = try_open(folder, world=world, gather=gather)
     if checkpoint is None:
         raise damaged(f"{folder} cannot be loaded; no state was changed: {problem}")
     return checkpoint
@@ -280,7 +278,6 @@ def newest(
     candidates: Sequence[Path],
     *,
     world: World,
-    storage: Storage | None = None,
     usable: Callable[[Checkpoint], str | None] = lambda _: None,
     gather: Gather = gather_bytes,
 ) -> CheckpointSearch:
@@ -289,36 +286,30 @@ def newest(
     Args:
         candidates: paths, newest first. Some of them may be missing on some machines.
         world: the ranks and machines in the run.
-        storage: file system to use; None means this machine's.
         usable: returns the reason for rejecting an intact checkpoint, or None to accept it. Must return the same on all ranks.
         gather: how the ranks communicate.
 
     Collective: call on every rank.
     """
     listed = [json.loads(text) for text in gather(json.dumps([str(path) for path in candidates]).encode())]
-    names = list(dict.fromkeys(name for each in listed for name in each))  # rank zero's order first
     skipped: list[tuple[Path, str]] = []
-    for name in names:
-        checkpoint, problem = try_open(Path(name), world=world, storage=storage, gather=gather)
-        if checkpoint is not None:
-            problem = usable(checkpoint)
-            if problem is None:
-                return CheckpointSearch(checkpoint=checkpoint, skipped=skipped)
-        assert problem is not None
+    for name in dict.fromkeys(name for each in listed for name in each):  # rank zero's order first
+        checkpoint, problem = try_open(Path(name), world=world, gather=gather)
+        problem = problem if checkpoint is None else usable(checkpoint)
+        if problem is None:
+            return CheckpointSearch(checkpoint=checkpoint, skipped=skipped)
         skipped.append((Path(name), problem))
     return CheckpointSearch(checkpoint=None, skipped=skipped)
 
 
-def try_open(
-    folder: Path, *, world: World, storage: Storage | None = None, gather: Gather = gather_bytes
-) -> tuple[Checkpoint | None, str | None]:
+def try_open(folder: Path, *, world: World, gather: Gather = gather_bytes) -> tuple[Checkpoint | None, str | None]:
     """Return the checkpoint, or a description of a problem with it on any machine.
 
     Collective: call on every rank.
     """
     checkpoint = None
     try:
-        checkpoint = Checkpoint(folder, storage=storage)
+        checkpoint = Checkpoint(folder)
         token = checkpoint.manifest.token
         problems = checkpoint.problems(share=world.local_rank, num_shares=world.local_world_size, show=progress_bar)
     except (CheckpointError, OSError) as error:

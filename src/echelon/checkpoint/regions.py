@@ -21,7 +21,6 @@ from echelon.checkpoint.tensor_file import itemsize
 __all__ = [
     "ChunkBounds",
     "Chunk",
-    "Overlap",
     "ShardPart",
     "LocalShard",
     "TensorLayout",
@@ -89,15 +88,6 @@ class TensorLayout:
     dtype: str
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """The intersection of a chunk and a requested box: which slices of the chunk to copy to which slices of the box."""
-
-    chunk: Chunk
-    source: tuple[slice, ...]
-    target: tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +208,12 @@ def uncovered(layout: TensorLayout) -> str | None:
     return None if held == shape.volume else f"its chunks contain only {held} of {shape.volume} elements"
 
 
-def overlaps(layout: TensorLayout, box: ChunkBounds) -> Iterator[Overlap]:
-    """Yield the non-empty intersections of the chunks with ``box``, which together cover the box."""
+def overlaps(layout: TensorLayout, box: ChunkBounds) -> Iterator[tuple[Chunk, tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield each chunk that intersects ``box``, and which of its slices to copy to which slices of the box.
+
+    The intersections together cover the box.
+    """
     for chunk in layout.chunks:
         common = chunk.box.common(box)
         if common is not None:
-            yield Overlap(chunk, common.within(chunk.box), common.within(box))
+            yield chunk, common.within(chunk.box), common.within(box)

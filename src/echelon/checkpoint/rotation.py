@@ -6,20 +6,19 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from echelon.checkpoint import storage
 from echelon.checkpoint.commit import place_of, retire
-from echelon.checkpoint.storage import LocalStorage, Storage
 
 __all__ = ["numbered", "remove_oldest", "surplus"]
 
 _OLD = r"(?:\.old-[0-9a-f]{16})?"  # suffix after a crash between two renames
 
 
-def numbered(folder: Path, *, prefix: str, storage: Storage | None = None) -> list[Path]:
+def numbered(folder: Path, *, prefix: str) -> list[Path]:
     """Return the paths in ``folder`` named ``prefix`` + number, sorted by number and excluding incomplete checkpoints.
 
     Files and broken links with a matching name are included, because their numbers are taken.
     """
-    storage = storage or LocalStorage()
     real = storage.real_path(folder)
     if storage.kind(real) != "folder":
         return []
@@ -52,19 +51,17 @@ def remove_oldest(
     limit: int | None,
     keep: Collection[Path] = (),
     keep_every: int | None = None,
-    storage: Storage | None = None,
 ) -> list[Path]:
     """Delete the lowest-numbered checkpoints, except ``keep``, until ``limit`` are left. Return the deleted paths.
 
     If a checkpoint is a symbolic link, only the link is deleted. Files and broken links are neither counted nor deleted.
     """
-    storage = storage or LocalStorage()
     folder = storage.real_path(folder)
-    found = {int(path.name[len(prefix) :]): path for path in numbered(folder, prefix=prefix, storage=storage)}
-    places = {number: place_of(storage, path) for number, path in found.items()}
+    found = {int(path.name[len(prefix) :]): path for path in numbered(folder, prefix=prefix)}
+    places = {number: place_of(path) for number, path in found.items()}
     places = {n: place for n, place in places.items() if storage.kind(storage.real_path(place)) == "folder"}
     kept = {number for number in places if found[number].name in {one.name for one in keep}}
     doomed = surplus(list(places), limit=limit, keep=kept, keep_every=keep_every)
     for number in doomed:
-        retire(storage, places[number])
+        retire(places[number])
     return [found[number] for number in doomed]

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from echelon._version import __version__
 from echelon.base.errors import CheckpointError, EchelonError
 from echelon.base.progress import BarOpener, no_bar
-from echelon.checkpoint import typed_json
+from echelon.checkpoint import storage, typed_json
 from echelon.checkpoint.commit import PendingFolder, new_token, require_replaceable, sync_tree
 from echelon.checkpoint.manifest import (
     OBJECTS,
@@ -31,23 +31,12 @@ from echelon.checkpoint.manifest import (
     tensors_file,
 )
 from echelon.checkpoint.regions import ChunkBounds, LocalShard, ShardPart, TensorLayout, assign_writers, box_of
-from echelon.checkpoint.storage import LocalStorage, Storage
 from echelon.checkpoint.tensor_file import FileFacts, require_dtype, sync_file, write_file, write_tensors
 from echelon.distributed.record.recorder import recorder_of_process
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
-__all__ = [
-    "Content",
-    "Gather",
-    "Save",
-    "SaveFailedError",
-    "as_save_failure",
-    "begin_save",
-    "save",
-    "save_folder",
-    "run_on_all_ranks",
-]
+__all__ = ["Content", "Gather", "Save", "SaveFailedError", "begin_save", "run_on_all_ranks", "save", "save_folder"]
 
 Gather = Callable[[bytes], list[bytes]]
 """All-gathers bytes. Returns every rank's bytes, in rank order."""
@@ -102,28 +91,20 @@ class Save:
     began_ns: int = field(default_factory=time.monotonic_ns)
 
     @property
-    def target(self) -> Path:
-        """Path of the checkpoint after the commit."""
-        return self.pending.target
-
-    @property
-    def folder(self) -> Path:
-        """Folder to which the files are written."""
-        return self.pending.path
-
-    @property
-    def token(self) -> str:
-        """Unique name of this save."""
-        return self.pending.token
-
-    @property
-    def _storage(self) -> Storage:
-        return self.pending.storage
-
-    @property
     def num_bytes(self) -> int:
         """Approximate number of bytes that this rank writes."""
-        return sum(t.numel() * t.element_size() for _, t in self.tensors) + sum(map(len, self.objects.values()))
+        return sum(tensor.nbytes for _, tensor in self.tensors) + sum(map(len, self.objects.values()))
+
+    def write_others(self, what: str, write: Callable[[], Any], *, gather: Gather = gather_bytes) -> list[Any]:
+        """Let ``write`` add files to the folder, and return all ranks' results. ``write`` must not communicate.
+
+        Collective: call on every rank.
+        """
+        try:
+            return run_on_all_ranks(what, write, gather, target=self.pending.target)
+        except BaseException:
+            self.pending.give_up()
+            raise
 
     def finish(self, gather: Gather = gather_bytes, *, show: BarOpener = no_bar) -> Path:
         """Write and commit the checkpoint. Return its path once it is on disk. ``show`` opens the progress bar.
@@ -134,29 +115,27 @@ class Save:
         Raises:
             CheckpointError: some ranks, which the error names, could not write. Existing checkpoints are unchanged.
         """
+        options: dict[str, Any] = {"target": self.pending.target, "details": self._missing_bytes}
         try:
-            files = run_on_all_ranks(f"writing {self.target}", self._counted(lambda: self._write(show)), gather)
-            run_on_all_ranks(f"renaming {self.folder}", self._counted(lambda: self._commit(files)), gather)
+            files = run_on_all_ranks(f"writing {self.pending.target}", lambda: self._write(show), gather, **options)
+            run_on_all_ranks(f"renaming {self.pending.path}", lambda: self._commit(files), gather, **options)
         except BaseException:
-            self.give_up()
+            self.pending.give_up()
             raise
-        self._record()
-        return self.target
-
-    def _record(self) -> None:
         progress, recorder = self.manifest.progress, recorder_of_process()
         if self.rank == 0 and progress is not None and recorder is not None:  # weights alone have no progress
             duration_s = (time.monotonic_ns() - self.began_ns) / 1e9
-            recorder.checkpoint(self.target, step=progress.get("step"), duration_s=duration_s)
+            recorder.checkpoint(self.pending.target, step=progress.get("step"), duration_s=duration_s)
+        return self.pending.target
 
     def _write(self, show: BarOpener) -> dict[str, list[Any]]:
         files = {}
-        with show(f"saving {self.target.name}", self.num_bytes) as progress:
+        with show(f"saving {self.pending.target.name}", self.num_bytes) as progress:
             if self.tensors:
                 name = tensors_file(self.rank)
-                files[name] = write_tensors(self._storage, self.folder / name, self.tensors, progress=progress)
+                files[name] = write_tensors(self.pending.path / name, self.tensors, progress=progress)
             for name, content in self.objects.items():
-                files[name] = write_file(self._storage, self.folder / name, [content], progress=progress)
+                files[name] = write_file(self.pending.path / name, [content], progress=progress)
         if self.rank == self.crew[0]:
             files |= self._added("")
         return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}
@@ -164,60 +143,46 @@ class Save:
     def _added(self, inside: str) -> dict[str, FileFacts]:
         """Sync files that hooks wrote to the folder, and return their sizes and checksums."""
         found: dict[str, FileFacts] = {}
-        for name in self._storage.entries(self.folder / inside):
+        for name in storage.entries(self.pending.path / inside):
             path = f"{inside}{name}"
-            kind = self._storage.kind(self.folder / path)
+            kind = storage.kind(self.pending.path / path)
             if kind == "folder":
                 found |= self._added(f"{path}/")
             elif kind == "file" and (inside or not is_part(name)):
                 if not is_inside(path):
                     raise CheckpointError(
-                        f"a hook wrote the file {path!r} to {self.target}; its name is not valid UTF-8 or could refer to a file "
+                        f"a hook wrote the file {path!r} to {self.pending.target}; its name is not valid UTF-8 or could refer to a file "
                         "outside the folder",
                         where="a save_state hook",
                         do="use a UTF-8 file name without backslashes",
                     )
-                found[path] = sync_file(self._storage, self.folder / path)
+                found[path] = sync_file(self.pending.path / path)
         if inside:
-            self._storage.sync_folder(self.folder / inside)
+            storage.sync_folder(self.pending.path / inside)
         return found
 
     def _commit(self, files: Sequence[dict[str, list[Any]]]) -> None:
         if self.rank != self.crew[0]:
             return
-        merged = {name: FileFacts(*facts) for rank in self.crew for name, facts in files[rank].items()}
-        self.pending.commit(manifest=replace(self.manifest, files=merged).to_bytes(), is_part=self._is_part_of_old())
-
-    def _is_part_of_old(self) -> Callable[[str], bool]:
-        """Return a predicate that accepts the names of files belonging to the replaced checkpoint."""
         try:
-            old = read_manifest(self._storage, self.target).files
+            replaced = read_manifest(self.pending.target).files
         except CheckpointError:
-            return self.is_part
-        return lambda name: self.is_part(name) or name in old
-
-    def _counted(self, action: Callable[[], Any]) -> Callable[[], Any]:
-        return as_save_failure(action, self.target, details=self._missing_bytes)
+            replaced = {}
+        merged = {name: FileFacts(*facts) for rank in self.crew for name, facts in files[rank].items()}
+        self.pending.commit(
+            manifest=replace(self.manifest, files=merged).to_bytes(),
+            is_part=lambda name: self.is_part(name) or name in replaced,
+        )
 
     def _missing_bytes(self) -> str:
         try:
-            free = self._storage.free_bytes(self.folder.parent)
+            free = storage.free_bytes(self.pending.path.parent)
         except OSError:
             return ""
         names = [tensors_file(self.rank), *self.objects]
-        missing = self.num_bytes - sum(self._written_bytes(self.folder / name) for name in names) - free
+        missing = self.num_bytes - sum(_size_of(self.pending.path / name) for name in names) - free
         lacks = f": {missing:,} bytes are missing" if missing > 0 else ""
         return f" (rank {self.rank} writes {self.num_bytes:,} bytes, and {free:,} bytes are free{lacks})"
-
-    def _written_bytes(self, path: Path) -> int:
-        try:
-            handle = self._storage.open(path)
-        except OSError:
-            return 0
-        try:
-            return self._storage.size(handle)
-        finally:
-            self._storage.close(handle)
 
     def update(self, content: Content, *, world: World, gather: Gather = gather_bytes) -> None:
         """Replace the content to save, which may have changed since ``begin_save``.
@@ -229,12 +194,16 @@ class Save:
             DesyncError: ranks have different tensors with the same name.
         """
         own, is_first = _LocalContent(), self.rank == self.crew[0]
-        announced = run_on_all_ranks(
-            f"saving {self.target}", lambda: own.collect(content, world, is_first=is_first), gather
-        )
-        plan = _on_all_ranks(f"saving {self.target}", lambda: own.plan(announced, self.crew), gather)
-        self.tensors, self.objects = plan.tensors, plan.objects
-        self.manifest = replace(self.manifest, tensors=plan.layouts, aliases=plan.aliases, progress=content.progress)
+        try:
+            announced = run_on_all_ranks(
+                f"saving {self.pending.target}", lambda: own.collect(content, world, is_first=is_first), gather
+            )
+            run_on_all_ranks(f"saving {self.pending.target}", lambda: own.plan(announced, self.crew), gather)
+        except BaseException:
+            self.pending.give_up()
+            raise
+        self.tensors, self.objects = own.writes, own.objects
+        self.manifest = replace(self.manifest, tensors=own.layouts, aliases=own.aliases, progress=content.progress)
 
     def leave_out(self, prefix: str) -> None:
         """Exclude tensors whose names start with ``prefix``. Call this on every rank."""
@@ -243,63 +212,34 @@ class Save:
         self.manifest = replace(self.manifest, tensors=kept, aliases=aliases)
         self.tensors = [(name, tensor) for name, tensor in self.tensors if not name.startswith(prefix)]
 
-    def give_up(self) -> None:
-        """Delete the files written so far, unless they have been committed."""
-        self.pending.give_up()
 
-
-def as_save_failure(
-    action: Callable[[], Any], target: Path, *, details: Callable[[], str] | None = None
-) -> Callable[[], Any]:
-    """Wrap ``action`` so that file system errors are raised as ``SaveFailedError``, which by itself does not end the run.
-
-    Args:
-        action: function that writes.
-        target: path of the checkpoint.
-        details: returns text to append to the message. If None, the free space is appended.
-    """
-
-    def run() -> Any:
-        try:
-            return action()
-        except (OSError, SafetensorError, RuntimeError) as error:
-            cause = _refusal(error)
-            if cause is None:
-                raise
-            raise SaveFailedError(
-                f"{target} could not be saved: {cause}{_free_bytes(target) if details is None else details()}",
-                do="free disk space, or resolve the system error above; existing checkpoints are unchanged",
-            ) from error
-
-    return run
-
-
-def _refusal(error: BaseException) -> BaseException | None:
-    """Return the file system error that caused ``error``, or None if it has a different cause."""
-    if isinstance(error, OSError):
-        return error
-    if isinstance(error, SafetensorError):
-        return error
-    if isinstance(error, EchelonError) or not _FILE_REFUSED.search(str(error)):
-        return None
-    inner = error.__cause__ or error.__context__
-    return (None if inner is None else _refusal(inner)) or error
-
-
-def _free_bytes(target: Path) -> str:
-    folder = target.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+def _size_of(path: Path) -> int:
     try:
-        return f" ({LocalStorage().free_bytes(folder):,} bytes are free)"
+        with storage.opened(path) as handle:
+            return storage.size(handle)
     except OSError:
-        return ""
+        return 0
 
 
-def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> list[Any]:
+def run_on_all_ranks(
+    what: str,
+    action: Callable[[], Any],
+    gather: Gather,
+    *,
+    target: Path | None = None,
+    details: Callable[[], str] | None = None,
+) -> list[Any]:
     """Run ``action`` on every rank and return all ranks' results, as plain JSON. If any rank fails, all ranks raise an error.
 
-    Collective: call on every rank. Ranks communicate only through ``gather``; ``action`` must not communicate.
+    Args:
+        what: what is done, for messages.
+        action: function that must not communicate.
+        gather: how the ranks communicate.
+        target: path of the checkpoint. If given, file system errors are raised as ``SaveFailedError``, which by itself does not
+            end the run.
+        details: returns text to append to that error's message. If None, the free space is appended.
+
+    Collective: call on every rank. Ranks communicate only through ``gather``.
 
     Raises:
         CheckpointError: other ranks, which the error names, failed. A rank that failed raises its own error instead.
@@ -309,7 +249,7 @@ def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> li
     try:
         result = action()
     except Exception as error:  # noqa: BLE001 - raised below, after the other ranks are notified
-        failure = error
+        failure = error if target is None else _as_save_failure(error, target, details)
     note = None if failure is None else failure.what if isinstance(failure, EchelonError) else repr(failure)
     mine = {"result": result, "failure": note, "is_storage": isinstance(failure, SaveFailedError)}
     outcomes = [json.loads(outcome) for outcome in gather(json.dumps(mine).encode())]
@@ -324,14 +264,46 @@ def run_on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> li
     raise kind(f"{what} failed on other ranks\n{listing}", do="fix the errors on the ranks listed above") from failure
 
 
-def save(target: Path, content: Content, *, world: World, **options: Any) -> Path:
+def _as_save_failure(error: Exception, target: Path, details: Callable[[], str] | None) -> Exception:
+    """Return the error to raise for ``error``: a ``SaveFailedError`` if the file system caused it."""
+    cause = _refusal(error)
+    if cause is None:
+        return error
+    failure = SaveFailedError(
+        f"{target} could not be saved: {cause}{_free_bytes(target) if details is None else details()}",
+        do="free disk space, or resolve the system error above; existing checkpoints are unchanged",
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _refusal(error: BaseException) -> BaseException | None:
+    """Return the file system error that caused ``error``, or None if it has a different cause."""
+    if isinstance(error, (OSError, SafetensorError)):
+        return error
+    if not isinstance(error, RuntimeError) or isinstance(error, EchelonError) or not _FILE_REFUSED.search(str(error)):
+        return None
+    inner = error.__cause__ or error.__context__
+    return (None if inner is None else _refusal(inner)) or error
+
+
+def _free_bytes(target: Path) -> str:
+    folder = target.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return f" ({storage.free_bytes(folder):,} bytes are free)"
+    except OSError:
+        return ""
+
+
+def save(target: Path, content: Content, *, world: World, gather: Gather = gather_bytes, **options: Any) -> Path:
     """Save ``content`` as the checkpoint ``target`` and return its path once it is on disk. ``options`` are those of
     ``begin_save``.
 
     Collective: call on every rank.
     """
-    prepared = begin_save(target, content, world=world, **options)
-    return prepared.finish(options.get("gather", gather_bytes))
+    return begin_save(target, content, world=world, gather=gather, **options).finish(gather)
 
 
 def begin_save(
@@ -339,7 +311,6 @@ def begin_save(
     content: Content,
     *,
     world: World,
-    storage: Storage | None = None,
     is_part: Callable[[str], bool] = is_part,
     fence: Callable[[], None] | None = None,
     on_each_node: bool = False,
@@ -351,7 +322,6 @@ def begin_save(
         target: path of the checkpoint. An existing checkpoint is replaced once the new one is complete.
         content: what this rank contributes to the checkpoint.
         world: the ranks and machines in the run.
-        storage: file system to use; None means this machine's.
         is_part: returns whether a file with this name in an existing ``target`` belongs to the checkpoint. Other files are
             kept.
         fence: raises an error if this run may no longer write here (``RunLock.require``). Called on the first rank.
@@ -365,24 +335,22 @@ def begin_save(
         UsageError: ``target`` cannot be replaced.
         DesyncError: ranks have different tensors with the same name.
     """
-    storage = storage or LocalStorage()
     target = storage.real_path(target)
     is_first = world.rank == 0 or (on_each_node and world.is_local_rank_zero)
     own = _LocalContent()
     announced = run_on_all_ranks(f"saving {target}", lambda: own.collect(content, world, is_first=is_first), gather)
     nodes = [each["node"] for each in announced]
     crew = [rank for rank, node in enumerate(nodes) if node == world.node_rank or not on_each_node]
-    pending = PendingFolder(storage=storage, target=target, token=announced[0]["token"], fence=fence)
+    pending = PendingFolder(target=target, token=announced[0]["token"], fence=fence)
 
-    def make_folder() -> _Plan:
-        plan = own.plan(announced, crew)
-        require_replaceable(storage, target)
+    def make_folder() -> None:
+        own.plan(announced, crew)
+        require_replaceable(target)
         if is_first:
             pending.make()
-        return plan
 
     try:
-        plan = _on_all_ranks(f"creating {pending.path}", as_save_failure(make_folder, target), gather)
+        run_on_all_ranks(f"creating {pending.path}", make_folder, gather, target=target)
         _require_shared(pending, announced, crew, gather)
     except BaseException:
         pending.give_up()
@@ -396,25 +364,18 @@ def begin_save(
         config=content.config,
         layout=content.layout,
         files={},
-        tensors=plan.layouts,
-        aliases=plan.aliases,
+        tensors=own.layouts,
+        aliases=own.aliases,
     )
     return Save(
         pending=pending,
         rank=world.rank,
         crew=crew,
-        tensors=plan.tensors,
-        objects=plan.objects,
+        tensors=own.writes,
+        objects=own.objects,
         manifest=manifest,
         is_part=is_part,
     )
-
-
-def _on_all_ranks(what: str, action: Callable[[], Any], gather: Gather) -> Any:
-    """Like ``run_on_all_ranks``, but return only this rank's result, which need not be JSON."""
-    results: list[Any] = []
-    run_on_all_ranks(what, lambda: results.append(action()), gather)
-    return results[0]
 
 
 def save_folder(
@@ -422,7 +383,6 @@ def save_folder(
     write: Callable[[Path, bool], None],
     *,
     world: World,
-    storage: Storage | None = None,
     is_part: Callable[[str], bool],
     fence: Callable[[], None] | None = None,
     gather: Gather = gather_bytes,
@@ -437,7 +397,6 @@ def save_folder(
         write: called as ``write(folder, is_owner)`` on every rank, where ``is_owner`` is the value that this function returns
             on that rank. It must not communicate, and does not need to sync its files.
         world: the ranks and machines in the run.
-        storage: file system to use; None means this machine's.
         is_part: returns whether a file with this name in an existing ``target`` belongs to the checkpoint. Other files are
             kept.
         fence: raises if this run may no longer write here (``RunLock.require``).
@@ -449,10 +408,9 @@ def save_folder(
         CheckpointError: some ranks, which the error names, could not write. Existing checkpoints are unchanged.
         UsageError: ``target`` cannot be replaced.
     """
-    storage = storage or LocalStorage()
     target = storage.real_path(target)
     token = gather(new_token().encode())[0].decode()
-    pending = PendingFolder(storage=storage, target=target, token=token, fence=fence)
+    pending = PendingFolder(target=target, token=token, fence=fence)
 
     def require_visible() -> None:
         if not pending.is_visible():
@@ -463,7 +421,7 @@ def save_folder(
             )
 
     def run(what: str, action: Callable[[], None], *, here: bool = True) -> None:
-        run_on_all_ranks(what, as_save_failure(action if here else lambda: None, target), gather)
+        run_on_all_ranks(what, action if here else lambda: None, gather, target=target)
 
     creating, is_first_of_machine = f"creating {pending.path}", world.is_local_rank_zero
     try:
@@ -473,7 +431,7 @@ def save_folder(
         run(creating, require_visible)
         run(f"writing {target}", lambda: write(pending.path, pending.is_owner))
         # One rank of each machine syncs. On network file systems, too, a machine must sync the data that it wrote.
-        run(f"syncing {pending.path}", lambda: sync_tree(storage, pending.path), here=is_first_of_machine)
+        run(f"syncing {pending.path}", lambda: sync_tree(pending.path), here=is_first_of_machine)
         run(f"renaming {pending.path}", lambda: pending.commit(manifest=None, is_part=is_part))
     except BaseException:
         pending.give_up()
@@ -481,23 +439,19 @@ def save_folder(
     return pending.is_owner
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What this rank writes, and where each tensor is stored."""
-
-    tensors: list[tuple[str, torch.Tensor]]
-    objects: dict[str, bytes]
-    layouts: dict[str, TensorLayout]
-    aliases: dict[str, str]
-
-
 class _LocalContent:
     """The content of this rank, encoded for writing."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._objects: dict[str, bytes] = {}
         self._rank = 0
+        self.objects: dict[str, bytes] = {}
+        """Files of objects that this rank writes."""
+        self.writes: list[tuple[str, torch.Tensor]] = []
+        """Tensors that this rank writes, with their names in its file."""
+        self.layouts: dict[str, TensorLayout] = {}
+        """Where each tensor is stored."""
+        self.aliases: dict[str, str] = {}
 
     def collect(self, content: Content, world: World, *, is_first: bool) -> dict[str, Any]:
         """Encode ``content`` and return the description that the other ranks need."""
@@ -520,9 +474,9 @@ class _LocalContent:
         for name in ("progress", "config", "layout"):  # checked early, because the manifest is written last
             typed_json.encode(getattr(content, name), name=name)
         self._rank = world.rank
-        self._objects = {OBJECTS: typed_json.to_bytes(objects)} if is_first else {}
+        self.objects = {OBJECTS: typed_json.to_bytes(objects)} if is_first else {}
         if rank_objects:
-            self._objects[rank_objects_file(world.rank)] = typed_json.to_bytes(rank_objects)
+            self.objects[rank_objects_file(world.rank)] = typed_json.to_bytes(rank_objects)
         shards, aliases = [], {}
         seen: dict[Any, str] = {}
         for name, tensor in tensors.items():
@@ -547,17 +501,16 @@ class _LocalContent:
             "aliases": aliases,
         }
 
-    def plan(self, announced: Sequence[dict[str, Any]], crew: Sequence[int]) -> _Plan:
+    def plan(self, announced: Sequence[dict[str, Any]], crew: Sequence[int]) -> None:
         """Assign data to the ranks in ``crew``, based on what ``collect`` returned on each of them."""
-        aliases = _common_aliases([announced[rank] for rank in crew])
-        layouts = assign_writers({rank: _shards_of(announced[rank], without=aliases) for rank in crew})
-        tensors = [
+        self.aliases = _common_aliases([announced[rank] for rank in crew])
+        self.layouts = assign_writers({rank: _shards_of(announced[rank], without=self.aliases) for rank in crew})
+        self.writes = [
             (chunk_key(name, layout, chunk), self._tensors[name])
-            for name, layout in layouts.items()
+            for name, layout in self.layouts.items()
             for chunk in layout.chunks
             if chunk.rank == self._rank
         ]
-        return _Plan(tensors, self._objects, layouts, aliases)
 
 
 def _common_aliases(announced: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -5,38 +5,29 @@ The conversion never holds a whole tensor in memory, and does not need a process
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import safetensors
 import torch
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.damage import damaged
-from echelon.checkpoint.formats.weight_files import aliases_of
-from echelon.checkpoint.manifest import chunk_key, tensors_file
+from echelon.checkpoint.formats.weight_files import aliases_of, index_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import ChunkBounds
-from echelon.checkpoint.storage import LocalStorage
-from echelon.checkpoint.tensor_file import Stored, read_header, stored_form, write_file
+from echelon.checkpoint.tensor_file import header_of, stored_form, stored_tensors, torch_dtype, write_file
 from echelon.compat.constants import SAFE_MODEL_NAME
+from echelon.distributed.small_messages import bytes_of
 
 __all__ = ["PRECISIONS", "StoredTensor", "Weights", "weights_in", "weights_of", "write_weights"]
 
 _BLOCK_BYTES = 16 << 20
-_FLOATS: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 PRECISIONS: Mapping[str, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 """Dtypes that floating-point weights can be converted to. Maps the name that users pass to the name in the file."""
 
@@ -48,8 +39,10 @@ class StoredTensor:
     kind: str
     """The dtype's name in safetensors."""
     shape: tuple[int, ...]
-    pieces: Sequence[tuple[ChunkBounds, Path, int]]
-    """The tensor's chunks, each with its file and its byte offset in that file."""
+    read: Callable[[ChunkBounds], torch.Tensor]
+    """Reads a part of the tensor."""
+    file: Path | None = None
+    """The file that holds the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +62,8 @@ def weights_of(checkpoint: Checkpoint, prefix: str) -> Weights:
     """Return the tensors in a checkpoint whose names start with ``prefix``, without that prefix.
 
     Raises:
-        CheckpointError: a file is damaged, or a tensor has a dtype that some safetensors readers do not support.
+        CheckpointError: a tensor has a dtype that some safetensors readers do not support.
     """
-    headers = _Headers()
     found: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     first: dict[str, str] = {}
@@ -80,8 +72,16 @@ def weights_of(checkpoint: Checkpoint, prefix: str) -> Weights:
         stored, short = tied.get(name, name), name.removeprefix(prefix)
         if first.setdefault(stored, short) != short:
             aliases[short] = first[stored]
-        else:  # also the first name with this prefix of a tensor that is tied to one with another prefix
-            found[short] = _stored_tensor(checkpoint, stored, headers)
+            continue
+        # Also the first name with this prefix of a tensor that is tied to one with another prefix.
+        layout = checkpoint.layout(stored)
+        kind, extra = stored_form(layout.dtype, ())
+        if extra:
+            raise CheckpointError(
+                f"{stored} has dtype {layout.dtype}, which some safetensors readers do not support",
+                do="convert it in the training script before saving, or load the checkpoint in the training script",
+            )
+        found[short] = StoredTensor(kind=kind, shape=layout.shape, read=partial(checkpoint.read, stored))
     return Weights(tensors=found, aliases=aliases)
 
 
@@ -91,22 +91,30 @@ def weights_in(files: Sequence[Path]) -> Weights:
     Raises:
         CheckpointError: a file is damaged, or two files contain the same name.
     """
-    headers = _Headers()
     found: dict[str, StoredTensor] = {}
     aliases: dict[str, str] = {}
     for path in files:
-        header = headers.of(path)
+        header = stored_tensors(path)
         twice = found.keys() & header.keys()
         if twice:
             raise damaged(f"{sorted(twice)[0]} is in {path} and also in another file")
         found |= {
-            name: StoredTensor(
-                kind=entry.dtype, shape=entry.shape, pieces=[(ChunkBounds.whole(entry.shape), path, entry.begin)]
-            )
+            name: StoredTensor(kind=entry.dtype, shape=entry.shape, read=partial(_read, path, name), file=path)
             for name, entry in header.items()
         }
         aliases |= aliases_of(path, header)
     return Weights(tensors=found, aliases=aliases)
+
+
+def _read(path: Path, name: str, part: ChunkBounds) -> torch.Tensor:
+    try:
+        # The file is opened for each part, because pages read through a mapping stay resident until it is closed.
+        with safetensors.safe_open(path, framework="pt") as file:
+            slices = tuple(slice(start, start + length) for start, length in zip(part.offset, part.lengths))
+            values: torch.Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+            return values
+    except (OSError, safetensors.SafetensorError) as error:
+        raise damaged(f"{path} cannot be read: {error}") from error
 
 
 def write_weights(
@@ -133,60 +141,17 @@ def write_weights(
         CheckpointError: a tensor has values that ``kind`` cannot represent.
     """
     shards = _cut(weights, max_shard_bytes, kind)
-    storage = LocalStorage()
     files = {
         f"{name}.safetensors" if len(shards) == 1 else f"{name}-{i:05d}-of-{len(shards):05d}.safetensors": names
         for i, names in enumerate(shards, start=1)
     }
     for file, names in files.items():
-        write_file(storage, folder / file, _stream(weights, names, kind, progress))
+        write_file(folder / file, _stream(weights, names, kind, progress))
     if len(files) == 1:
         return [folder / file for file in files]
-    index = {
-        "metadata": {"total_size": weights.num_bytes(kind)},
-        "weight_map": {one: file for file, names in files.items() for one in names},
-    }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    write_file(storage, folder / f"{name}.safetensors.index.json", [text.encode()])
+    index = index_of(files, weights.num_bytes(kind))
+    write_file(folder / f"{name}.safetensors.index.json", [index.encode()])
     return [*(folder / file for file in files), folder / f"{name}.safetensors.index.json"]
-
-
-class _Headers:
-    """Cache of safetensors headers."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, Mapping[str, Stored]] = {}
-
-    def of(self, path: Path) -> Mapping[str, Stored]:
-        if path not in self._known:
-            storage = LocalStorage()
-            try:
-                handle = storage.open(path)
-            except OSError as error:
-                raise damaged(f"{path} cannot be read: {error}") from error
-            try:
-                self._known[path] = read_header(storage, handle, source=str(path))
-            finally:
-                storage.close(handle)
-        return self._known[path]
-
-
-def _stored_tensor(checkpoint: Checkpoint, name: str, headers: _Headers) -> StoredTensor:
-    layout = checkpoint.layout(name)
-    kind, extra = stored_form(layout.dtype, ())
-    if extra:
-        raise CheckpointError(
-            f"{name} has dtype {layout.dtype}, which some safetensors readers do not support",
-            do="convert it in the training script before saving, or load the checkpoint in the training script",
-        )
-    pieces = []
-    for chunk in layout.chunks:
-        path = checkpoint.folder / tensors_file(chunk.rank)
-        entry = headers.of(path).get(chunk_key(name, layout, chunk))
-        if entry is None or (entry.dtype, entry.shape) != (kind, chunk.box.lengths):
-            raise damaged(f"{name} in {path} does not match its description in the manifest")
-        pieces.append((chunk.box, path, entry.begin))
-    return StoredTensor(kind=kind, shape=layout.shape, pieces=pieces)
 
 
 def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str]]:
@@ -205,38 +170,28 @@ def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str
 
 def _stream(
     weights: Weights, names: Sequence[str], kind: str | None, progress: Callable[[int], None]
-) -> Iterator[bytes]:
+) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file, in order."""
     # The largest elements come first, which aligns each tensor to its element size.
-    ordered = sorted(names, key=lambda name: (-_width(_kind(weights.tensors[name], kind)), name))
-    aliases = {name: target for name, target in weights.aliases.items() if target in names}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
-    end = 0
+    tensors = weights.tensors
+    ordered = sorted(names, key=lambda name: (-torch_dtype(_kind(tensors[name], kind)).itemsize, name))
+    yield header_of(
+        [(name, _kind(tensors[name], kind), tensors[name].shape, _num_bytes(tensors[name], kind)) for name in ordered],
+        {name: target for name, target in weights.aliases.items() if target in names},
+    )
     for name in ordered:
-        tensor = weights.tensors[name]
-        begin, end = end, end + _num_bytes(tensor, kind)
-        header[name] = {"dtype": _kind(tensor, kind), "shape": tensor.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text)) + text
-    for name in ordered:
-        tensor = weights.tensors[name]
-        for block in _blocks(tensor):
-            data = _converted(block, name, tensor.kind, _kind(tensor, kind))
-            yield data
-            progress(len(data))
+        for part in _parts(tensors[name]):
+            values = _converted(tensors[name].read(part), name, _kind(tensors[name], kind))
+            yield bytes_of(values).numpy().data
+            progress(values.nbytes)
 
 
-def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield a tensor's bytes in order, block by block."""
-    width = _width(tensor.kind)
-    shape = tensor.shape or (1,)  # treat a scalar as a vector
-    pieces = [
-        (box if tensor.shape else ChunkBounds((0,), (1,)), path, begin)
-        for box, path, begin in tensor.pieces
-        if box.volume
-    ]
-    if not math.prod(shape):
+def _parts(tensor: StoredTensor) -> Iterator[ChunkBounds]:
+    """Yield parts of a tensor that follow each other in memory and are no larger than a block."""
+    shape, width = tensor.shape, torch_dtype(tensor.kind).itemsize
+    if not shape:
+        yield ChunkBounds((), ())
+    if not shape or not math.prod(shape):
         return
     # Cut along the first dimension whose single steps fit into a block. Iterate over the dimensions before it.
     dim = next(d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * width <= _BLOCK_BYTES)
@@ -244,54 +199,17 @@ def _blocks(tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
     for lead in product(*map(range, shape[:dim])):
         for start in range(0, shape[dim], step):
             lengths = (*(1,) * dim, min(step, shape[dim] - start), *shape[dim + 1 :])
-            slab = ChunkBounds((*lead, start, *(0,) * (len(shape) - dim - 1)), lengths)
-            yield _slab(slab, pieces, dim, width)
+            yield ChunkBounds((*lead, start, *(0,) * (len(shape) - dim - 1)), lengths)
 
 
-def _slab(
-    slab: ChunkBounds, pieces: Sequence[tuple[ChunkBounds, Path, int]], dim: int, width: int
-) -> np.ndarray[Any, Any]:
-    """Return the bytes in ``slab``, whose dimensions before ``dim`` all have length 1."""
-    values = np.empty((*slab.lengths[dim:], width), np.uint8)
-    for box, path, begin in pieces:
-        common = box.common(slab)
-        if common is None:
-            continue
-        # The requested rows are contiguous in the box, because the indices before ``dim`` are fixed.
-        inside = common.within(box)
-        row = math.prod(box.lengths[dim + 1 :]) * width
-        first = 0
-        for part, length in zip(inside[: dim + 1], box.lengths):
-            first = first * length + part.start
-        buffer = np.empty((common.lengths[dim], *box.lengths[dim + 1 :], width), np.uint8)
-        _read(path, begin + first * row, buffer.reshape(-1).data)
-        values[common.within(slab)[dim:]] = buffer[(slice(None), *inside[dim + 1 :])]
-    return values
-
-
-def _read(path: Path, offset: int, buffer: memoryview) -> None:
-    storage = LocalStorage()
-    try:
-        handle = storage.open(path)
-        try:
-            storage.read(handle, offset, buffer)
-        finally:
-            storage.close(handle)
-    except OSError as error:
-        raise damaged(f"{path} cannot be read: {error}") from error
-
-
-def _converted(block: np.ndarray[Any, Any], name: str, kind: str, wanted: str) -> bytes:
-    if kind == wanted:
-        return block.tobytes()
-    before = torch.from_numpy(block).reshape(-1).view(_FLOATS[kind])
-    after = before.to(_FLOATS[wanted])
-    if bool((after.isinf() & ~before.isinf()).any()):
+def _converted(before: torch.Tensor, name: str, wanted: str) -> torch.Tensor:
+    after = before.to(torch_dtype(wanted))
+    if after.dtype != before.dtype and bool((after.isinf() & ~before.isinf()).any()):
         raise CheckpointError(
             f"{name} has values up to {before.abs().max().item():g}, which {wanted} cannot represent",
             do="keep the original precision, or convert to bf16 or fp32",
         )
-    return after.view(torch.uint8).numpy().tobytes()
+    return after
 
 
 def _kind(tensor: StoredTensor, wanted: str | None) -> str:
@@ -299,10 +217,4 @@ def _kind(tensor: StoredTensor, wanted: str | None) -> str:
 
 
 def _num_bytes(tensor: StoredTensor, kind: str | None) -> int:
-    return math.prod(tensor.shape) * _width(_kind(tensor, kind))
-
-
-def _width(kind: str) -> int:
-    """Return the size of an element in bytes, based on the number of bits in the dtype's name (such as ``F8_E4M3``)."""
-    bits = re.search(r"\d+", kind)
-    return 1 if bits is None else int(bits[0]) // 8  # BOOL
+    return math.prod(tensor.shape) * torch_dtype(_kind(tensor, kind)).itemsize

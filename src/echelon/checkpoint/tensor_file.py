@@ -12,17 +12,18 @@ import math
 import queue
 import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import xxhash
 
 from echelon.base.errors import CheckpointError
+from echelon.checkpoint import storage
 from echelon.checkpoint.damage import damaged
-from echelon.checkpoint.storage import Storage
 from echelon.checkpoint.typed_json import from_bytes
 from echelon.distributed.small_messages import bytes_of
 
@@ -30,10 +31,12 @@ __all__ = [
     "FileFacts",
     "Stored",
     "checksum_of",
+    "header_of",
     "itemsize",
     "read_header",
     "require_dtype",
     "stored_form",
+    "stored_tensors",
     "sync_file",
     "torch_dtype",
     "write_file",
@@ -113,11 +116,7 @@ def stored_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]
 
 
 def write_tensors(
-    storage: Storage,
-    path: Path,
-    tensors: Sequence[tuple[str, torch.Tensor]],
-    *,
-    progress: Callable[[int], None] = lambda _: None,
+    path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, progress: Callable[[int], None] = lambda _: None
 ) -> FileFacts:
     """Write the named ``tensors`` to a new file. Return once it is on disk.
 
@@ -126,45 +125,53 @@ def write_tensors(
     """
     # The largest elements come first. Each tensor is then aligned to its element size, as memory-mapping readers require.
     ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered:
-        kind, shape = stored_form(str(tensor.dtype).removeprefix("torch."), tensor.shape)
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    if len(header) != len(ordered) + 1:
+    if len({"__metadata__", *(name for name, _ in ordered)}) != len(ordered) + 1:
         raise CheckpointError(
             f"the tensor names for {path.name} are not unique or are reserved",
             do="do not use '|' or '__metadata__' in tensor names",
         )
-    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
+    header = header_of(
+        [
+            (name, *stored_form(str(tensor.dtype).removeprefix("torch."), tensor.shape), tensor.nbytes)
+            for name, tensor in ordered
+        ]
+    )
+    if len(header) > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{path.name} would contain {len(ordered)} tensors, which is more than its header can hold",
             do="use more ranks",
         )
-    contents: tuple[bytes | _Bytes, ...] = (struct.pack("<Q", len(text)) + text, *map(_Bytes, (t for _, t in ordered)))
-    return write_file(storage, path, contents, progress=progress)
+
+    def contents() -> Iterator[bytes | memoryview]:
+        yield header
+        for _, tensor in ordered:
+            on_host = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+            yield bytes_of(on_host).numpy().data
+
+    return write_file(path, contents(), progress=progress)
 
 
-class _Bytes:
-    """A tensor's bytes, which are copied to the host when they are needed."""
+def header_of(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], aliases: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
+    """Return the beginning of a safetensors file.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def get(self) -> memoryview:
-        on_host = self._tensor.detach().resolve_conj().resolve_neg().to("cpu")
-        return bytes_of(on_host).numpy().data
+    Args:
+        tensors: each tensor's name, dtype according to the format, shape and number of bytes, in the order of the file.
+        aliases: additional names of tensors, for tied weights.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
+    end = 0
+    for name, kind, shape, num_bytes in tensors:
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + num_bytes]}
+        end += num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def write_file(
-    storage: Storage,
-    path: Path,
-    contents: Iterable[bytes | _Bytes],
-    *,
-    progress: Callable[[int], None] = lambda _: None,
+    path: Path, contents: Iterable[bytes | memoryview], *, progress: Callable[[int], None] = lambda _: None
 ) -> FileFacts:
     """Write a new file. Return once it is on disk.
 
@@ -175,7 +182,7 @@ def write_file(
     handle = storage.create(path)
     try:
         for content in contents:
-            data = memoryview(content) if isinstance(content, bytes) else content.get()
+            data = memoryview(content)
             for start in range(0, len(data), BLOCK_BYTES):
                 block = data[start : start + BLOCK_BYTES]
                 checksum.update(block)
@@ -226,34 +233,26 @@ class _Checksum:
         return self._hash.hexdigest()
 
 
-def checksum_of(
-    storage: Storage, path: Path, *, expected_bytes: int, progress: Callable[[int], None] = lambda _: None
-) -> str | None:
+def checksum_of(path: Path, *, expected_bytes: int, progress: Callable[[int], None] = lambda _: None) -> str | None:
     """Return a file's checksum, or None if its size is not the expected size, in which case the file is not read.
 
     ``progress`` is called with the number of bytes read since the last call.
     """
-    handle = storage.open(path)
-    try:
+    with storage.opened(path) as handle:
         if storage.size(handle) != expected_bytes:
             return None
-        return _checksum(storage, handle, expected_bytes, progress)
-    finally:
-        storage.close(handle)
+        return _checksum(handle, expected_bytes, progress)
 
 
-def sync_file(storage: Storage, path: Path) -> FileFacts:
+def sync_file(path: Path) -> FileFacts:
     """Sync a file written by another program, and return its size and checksum."""
-    handle = storage.open(path)
-    try:
+    with storage.opened(path) as handle:
         storage.sync(handle)
         size = storage.size(handle)
-        return FileFacts(size, _checksum(storage, handle, size))
-    finally:
-        storage.close(handle)
+        return FileFacts(size, _checksum(handle, size))
 
 
-def _checksum(storage: Storage, handle: int, size: int, progress: Callable[[int], None] = lambda _: None) -> str:
+def _checksum(handle: int, size: int, progress: Callable[[int], None] = lambda _: None) -> str:
     checksum = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
     for start in range(0, size, BLOCK_BYTES):
@@ -264,7 +263,7 @@ def _checksum(storage: Storage, handle: int, size: int, progress: Callable[[int]
     return checksum.hexdigest()
 
 
-def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stored]:
+def read_header(handle: int, *, source: str) -> dict[str, Stored]:
     """Return the position of each tensor in an open file.
 
     Raises:
@@ -285,14 +284,9 @@ def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stor
     if not isinstance(header, dict):
         raise _malformed(source, "its header is not a JSON object")
     header.pop("__metadata__", None)
-    found: dict[str, Stored] = {}
-    spans = []
-    for name, entry in header.items():
-        stored, end = _entry(entry, source, base=8 + length)
-        found[name] = stored
-        spans.append((stored.begin, end))
+    found = {name: _entry(entry, source, base=8 + length) for name, entry in header.items()}
     position = 8 + length
-    for begin, end in sorted(spans):
+    for begin, end in sorted((stored.begin, end) for stored, end in found.values()):
         if begin != position:
             raise _malformed(
                 source,
@@ -301,7 +295,20 @@ def read_header(storage: Storage, handle: int, *, source: str) -> dict[str, Stor
         position = end
     if position != size:
         raise _malformed(source, f"its tensors end at byte {position}, but the file ends at byte {size}")
-    return found
+    return {name: stored for name, (stored, _) in found.items()}
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """Return the position of each tensor in a safetensors file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not in the safetensors format.
+    """
+    try:
+        with storage.opened(path) as handle:
+            return read_header(handle, source=str(path))
+    except OSError as error:
+        raise damaged(f"{path} cannot be read: {error}") from error
 
 
 def _entry(entry: Any, source: str, *, base: int) -> tuple[Stored, int]:

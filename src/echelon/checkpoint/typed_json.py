@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from echelon.base.errors import CheckpointError
+from echelon.checkpoint import storage
 from echelon.checkpoint.damage import damaged
-from echelon.checkpoint.storage import LocalStorage
 
 __all__ = ["MAX_DEPTH", "decode", "encode", "from_bytes", "read_json", "to_bytes"]
 
@@ -56,17 +56,11 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file cannot be read or does not contain a JSON object.
     """
-    storage = LocalStorage()
     try:
-        handle = storage.open(path)
-        try:
-            text = bytearray(min(storage.size(handle), _MAX_JSON_BYTES))
-            storage.read(handle, 0, memoryview(text))
-        finally:
-            storage.close(handle)
+        text = storage.read_file(path, max_bytes=_MAX_JSON_BYTES)
     except OSError as error:
         raise damaged(f"{path} cannot be read: {error}") from error
-    content = from_bytes(bytes(text), source=str(path))
+    content = from_bytes(text, source=str(path))
     if not isinstance(content, dict):
         raise damaged(f"{path} does not contain a JSON object")
     return content
@@ -205,131 +199,88 @@ def _decode(value: Any, get_tensor: Callable[[str], torch.Tensor] | None) -> Any
         return get_tensor(content)
     if kind not in _DECODERS:
         raise ValueError(f"unknown type {kind!r}")
-    if kind in _CONTAINERS:
-        content = _decode(content, get_tensor)
-    return _DECODERS[kind](content)
+    expected, build, nests = _DECODERS[kind]
+    if not isinstance(content, expected):
+        what = "text" if expected is str else "a list"
+        raise ValueError(f"expected {what}, got {str(content)[:60]!r}")
+    return build(_decode(content, get_tensor) if nests else content)
 
 
-def _list(content: Any, *, of: int | None = None) -> list[Any]:
-    if not isinstance(content, list) or (of is not None and len(content) != of):
-        raise ValueError(f"expected a list{'' if of is None else f' of {of}'}, got {str(content)[:60]!r}")
-    return content
+def _raw(content: str) -> bytes:
+    return base64.b64decode(content, validate=True)
 
 
-def _pairs(content: Any) -> Iterable[tuple[Any, Any]]:
-    for pair in _list(content):
-        key, item = _list(pair, of=2)
-        yield key, item
-
-
-def _text(content: Any) -> str:
-    if not isinstance(content, str):
-        raise ValueError(f"expected text, got {str(content)[:60]!r}")
-    return content
-
-
-def _raw(content: Any) -> bytes:
-    return base64.b64decode(_text(content), validate=True)
-
-
-def _special_float(content: Any) -> float:
+def _special_float(content: str) -> float:
     if content not in ("nan", "inf", "-inf"):
         raise ValueError(f"expected nan, inf or -inf, but got {content!r}")
     return float(content)
 
 
-def _default_dict(content: Any) -> defaultdict[Any, Any]:
-    factory, items = _list(content, of=2)
-    if not isinstance(items, dict):
-        raise ValueError(f"expected a dict, got {str(items)[:60]!r}")
+def _default_dict(content: list[Any]) -> defaultdict[Any, Any]:
+    factory, items = content
     return defaultdict(None if factory is None else _FACTORIES[factory], items)
 
 
-def _deque(content: Any) -> deque[Any]:
-    limit, items = _list(content, of=2)
-    return deque(_list(items), maxlen=limit)
+def _deque(content: list[Any]) -> deque[Any]:
+    limit, items = content
+    return deque(items, maxlen=limit)
 
 
 def _numpy_dtype(content: Any) -> np.dtype[Any]:
-    if not _ARRAY_DTYPE.fullmatch(_text(content)):
+    if not _ARRAY_DTYPE.fullmatch(content):
         raise ValueError(f"{content!r} is not a dtype that plain data can have")
     dtype: np.dtype[Any] = np.dtype(content)
     return dtype
 
 
-def _array(content: Any) -> np.ndarray[Any, Any]:
-    dtype, shape, data = _list(content, of=3)
-    if not all(type(size) is int and size >= 0 for size in _list(shape)):
-        raise ValueError(f"{shape!r} is not a shape")
+def _array(content: list[Any]) -> np.ndarray[Any, Any]:
+    dtype, shape, data = content
     return np.frombuffer(_raw(data), dtype=_numpy_dtype(dtype)).reshape(shape).copy()
 
 
-def _scalar(content: Any) -> Any:
-    dtype, data = _list(content, of=2)
+def _scalar(content: list[Any]) -> Any:
+    dtype, data = content
     (scalar,) = np.frombuffer(_raw(data), dtype=_numpy_dtype(dtype))
     return scalar
 
 
-def _complex(content: Any) -> complex:
-    real, imaginary = _list(content, of=2)
-    return complex(real, imaginary)
-
-
-def _torch_dtype(content: Any) -> torch.dtype:
-    dtype = getattr(torch, _text(content), None)
+def _torch_dtype(content: str) -> torch.dtype:
+    dtype = getattr(torch, content, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{content!r} is not a dtype")
     return dtype
 
 
-def _device(content: Any) -> torch.device:
+def _device(content: str) -> torch.device:
     try:
-        return torch.device(_text(content))
+        return torch.device(content)
     except RuntimeError as error:
         raise ValueError(f"{content!r} is not a device") from error
 
 
-def _timedelta(content: Any) -> datetime.timedelta:
-    days, seconds, microseconds = _list(content, of=3)
-    return datetime.timedelta(days=days, seconds=seconds, microseconds=microseconds)
-
-
 _PAIRS: Mapping[type, str] = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
 _NAMES: Mapping[type, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset"}
-_DECODERS: Mapping[str, Callable[[Any], Any]] = {
-    "$dict": lambda content: dict(_pairs(content)),
-    "$ordered_dict": lambda content: OrderedDict(_pairs(content)),
-    "$counter": lambda content: Counter(dict(_pairs(content))),
-    "$default_dict": _default_dict,
-    "$tuple": lambda content: tuple(_list(content)),
-    "$size": lambda content: torch.Size(_list(content)),
-    "$set": lambda content: set(_list(content)),
-    "$frozenset": lambda content: frozenset(_list(content)),
-    "$deque": _deque,
-    "$float": _special_float,
-    "$complex": _complex,
-    "$bytes": _raw,
-    "$scalar": _scalar,
-    "$array": _array,
-    "$torch_dtype": _torch_dtype,
-    "$device": _device,
-    "$datetime": lambda content: datetime.datetime.fromisoformat(_text(content)),
-    "$date": lambda content: datetime.date.fromisoformat(_text(content)),
-    "$time": lambda content: datetime.time.fromisoformat(_text(content)),
-    "$timedelta": _timedelta,
-    "$path": lambda content: Path(_text(content)),
+# The JSON type of each kind's content, the function that builds the value, and whether it holds encoded values.
+_DECODERS: Mapping[str, tuple[type, Callable[[Any], Any], bool]] = {
+    "$dict": (list, dict, True),
+    "$ordered_dict": (list, OrderedDict, True),
+    "$counter": (list, lambda content: Counter(dict(content)), True),
+    "$default_dict": (list, _default_dict, True),
+    "$tuple": (list, tuple, True),
+    "$size": (list, torch.Size, True),
+    "$set": (list, set, True),
+    "$frozenset": (list, frozenset, True),
+    "$deque": (list, _deque, True),
+    "$complex": (list, lambda content: complex(*content), True),
+    "$float": (str, _special_float, False),
+    "$bytes": (str, _raw, False),
+    "$scalar": (list, _scalar, False),
+    "$array": (list, _array, False),
+    "$torch_dtype": (str, _torch_dtype, False),
+    "$device": (str, _device, False),
+    "$datetime": (str, datetime.datetime.fromisoformat, False),
+    "$date": (str, datetime.date.fromisoformat, False),
+    "$time": (str, datetime.time.fromisoformat, False),
+    "$timedelta": (list, lambda content: datetime.timedelta(*content), False),
+    "$path": (str, Path, False),
 }
-_CONTAINERS = frozenset(
-    {
-        "$dict",
-        "$ordered_dict",
-        "$counter",
-        "$default_dict",
-        "$tuple",
-        "$size",
-        "$set",
-        "$frozenset",
-        "$deque",
-        "$complex",
-    }
-)

@@ -197,10 +197,9 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 def _folder(path: str) -> Path:
     """Return ``path`` if it exists, even if a crash during a commit has left it under a temporary name."""
     from echelon.checkpoint.commit import place_of  # noqa: PLC0415 - torch
-    from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 
     folder = Path(path).expanduser()
-    if not place_of(LocalStorage(), folder).is_dir():
+    if not place_of(folder).is_dir():
         raise UsageError(f"the folder {path} does not exist", where="echelon checkpoint", do="check the path")
     return folder
 
@@ -250,14 +249,14 @@ def _require_new(target: Path) -> None:
 @contextmanager
 def _new_folder(source: Path, out: str) -> Iterator[tuple[Path, Path]]:
     """Yield ``source`` and a temporary folder that becomes ``out`` if the block succeeds."""
+    from echelon.checkpoint import storage  # noqa: PLC0415 - torch
     from echelon.checkpoint.commit import new_folder  # noqa: PLC0415 - torch
     from echelon.checkpoint.formats.merged_weights import require_apart  # noqa: PLC0415 - torch
-    from echelon.checkpoint.storage import LocalStorage  # noqa: PLC0415 - torch
 
-    storage, target = LocalStorage(), Path(out).expanduser().absolute()
+    target = Path(out).expanduser().absolute()
     require_apart(source, target)
     _require_new(target)
-    with new_folder(storage, storage.real_path(target)) as folder:
+    with new_folder(storage.real_path(target)) as folder:
         yield source, folder
 
 
@@ -273,7 +272,6 @@ def _lines(path: str) -> list[str]:
 
 def _verified(folder: Path) -> dict[str, Any]:
     from echelon.checkpoint.formats.layouts import require_layout  # noqa: PLC0415 - torch
-    from echelon.checkpoint.listing import problems_of  # noqa: PLC0415 - torch
     from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
 
     try:
@@ -285,7 +283,7 @@ def _verified(folder: Path) -> dict[str, Any]:
                 do="convert it to echelon's format with echelon checkpoint import",
             )
         checkpoint = Checkpoint(folder)
-        problems = problems_of(checkpoint, progress_bar)
+        problems = checkpoint.problems(show=progress_bar)
     except CheckpointError as error:
         return {"path": str(folder), "status": "damaged", "problems": [error.what]}
     num_bytes = sum(facts.size for facts in checkpoint.manifest.files.values())
@@ -381,7 +379,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
             for name, tensor in sorted(manifest.tensors.items())
         ]
         + [
-            {"name": name, "dtype": tensor.kind, "shape": list(tensor.shape), "file": tensor.pieces[0][1].name}
+            {"name": name, "dtype": tensor.kind, "shape": list(tensor.shape), "file": tensor.file and tensor.file.name}
             for name, tensor in sorted(weights_in(beside).tensors.items())
         ],
         "aliases": dict(manifest.aliases),

@@ -18,7 +18,7 @@ from echelon.accelerator import (
 )
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
-from echelon.accelerator.prepare.unused_parameters import search_silently
+from echelon.accelerator.prepare.prepare_objects import search_silently
 from echelon.accelerator.sequences import cuts_sequences
 from echelon.accelerator.setup.choose_precision import is_fastest
 from echelon.base.device import has_tf32

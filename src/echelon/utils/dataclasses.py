@@ -17,12 +17,12 @@ from echelon.accelerator.plugins.kwargs_handlers import (
     ProfileKwargs as ProfileKwargs,
     ProfilerActivity as ProfilerActivity,
 )
-from echelon.accelerator.plugins.project_configuration import ProjectConfiguration as ProjectConfiguration
-from echelon.accelerator.plugins.sequence_parallel_config import (
+from echelon.accelerator.plugins.parallelism_config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
 )
-from echelon.accelerator.plugins.tensor_parallel_config import TorchTensorParallelConfig as TorchTensorParallelConfig
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration as ProjectConfiguration
 from echelon.compat import unsupported as _unsupported
 from echelon.compat.enums import *
 from echelon.distributed.structure import TensorInformation as TensorInformation

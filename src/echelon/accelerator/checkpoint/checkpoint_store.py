@@ -12,13 +12,13 @@ from typing import Any
 from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
-from echelon.checkpoint.background_save import BackgroundSaver, SaveFailures
+from echelon.checkpoint import storage
+from echelon.checkpoint.background_save import EXIT_CODE, BackgroundSaver, TooManyFailedSavesError
 from echelon.checkpoint.commit import clean, make_folders, place_of
 from echelon.checkpoint.lock import RunLock
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.rotation import numbered, remove_oldest
-from echelon.checkpoint.save import Content, SaveFailedError, as_save_failure, begin_save, run_on_all_ranks, save_folder
-from echelon.checkpoint.storage import LocalStorage
+from echelon.checkpoint.save import Content, SaveFailedError, begin_save, run_on_all_ranks, save_folder
 from echelon.distributed.control import raise_on_all_ranks
 from echelon.distributed.small_messages import gather_bytes
 
@@ -35,7 +35,7 @@ class CheckpointStore:
         self._session = session
         self._project = session.project
         self.background = BackgroundSaver()
-        self.failures = SaveFailures(self._project.max_failed_saves)
+        self._failures_in_a_row = 0  # the same number on every rank
         self._lock: RunLock | None = None
         self._place: Path | None = None  # folder locked by the active ``alone_in`` block
 
@@ -53,7 +53,7 @@ class CheckpointStore:
     @property
     def is_saved(self) -> bool:
         """Whether the last save succeeded."""
-        return self.failures.in_a_row == 0
+        return self._failures_in_a_row == 0
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written; report a failed save.
@@ -63,12 +63,7 @@ class CheckpointStore:
         """
         if self.background.is_idle:
             return
-        try:
-            self.background.wait()
-        except SaveFailedError as error:
-            self.failures.failed(error)
-        else:
-            self.failures.succeeded()
+        self.count_failures(self.background.wait)
 
     @property
     def fence(self) -> Callable[[], None] | None:
@@ -86,10 +81,6 @@ class CheckpointStore:
         Raises:
             CheckpointError: another run holds the lock; the message names it.
         """
-
-        def belongs(name: str) -> bool:
-            return name.startswith(prefix) and name.removeprefix(prefix).isdigit()
-
         folder = folder.resolve()
         if folder == self._place:
             yield
@@ -98,9 +89,7 @@ class CheckpointStore:
         try:
             with raise_on_all_ranks(f"locking {folder}"):
                 if self.saves:
-                    make_folders(LocalStorage(), folder)
-                    self._lock = RunLock(_lock_inside(folder))
-                    clean(LocalStorage(), folder, belongs=belongs)
+                    self._lock_folder(folder, folder / ".lock", prefix=prefix)
             self._place = folder
             yield
         finally:
@@ -128,13 +117,17 @@ class CheckpointStore:
 
         def lock() -> None:
             if is_first and self._project.automatic_checkpoint_naming and self._lock is None:
-                storage = LocalStorage()
                 folder = storage.real_path(target.parent)
-                make_folders(storage, folder)
-                self._lock = RunLock(_lock_beside(folder) if is_foreign else _lock_inside(folder))
-                clean(storage, folder, belongs=_is_numbered)
+                # Accelerate's load_state treats every entry of the folder as a numbered checkpoint.
+                path = folder.parent / f".{folder.name}.lock" if is_foreign else folder / ".lock"
+                self._lock_folder(folder, path, prefix=PREFIX)
 
-        run_on_all_ranks("locking the checkpoint folder", as_save_failure(lock, target), gather_bytes)
+        run_on_all_ranks("locking the checkpoint folder", lock, gather_bytes, target=target)
+
+    def _lock_folder(self, folder: Path, path: Path, *, prefix: str) -> None:
+        make_folders(folder)
+        self._lock = RunLock(path)
+        clean(folder, belongs=lambda name: name.startswith(prefix) and name.removeprefix(prefix).isdigit())
 
     def rotate(self, target: Path, is_first: bool) -> None:
         """Delete the checkpoints beyond ``total_limit`` after ``target`` was written."""
@@ -176,7 +169,7 @@ class CheckpointStore:
                 raise no_folder_error("save_state", do="pass output_dir")
             return Path(output_dir).expanduser()
         target = self.folder() / f"{PREFIX}{self._project.iteration}"
-        if place_of(LocalStorage(), target).exists():
+        if place_of(target).exists():
             raise UsageError(
                 f"the checkpoint {target} already exists",
                 do="set accelerator.project_configuration.iteration to the next free number (after load_state: the "
@@ -212,15 +205,9 @@ class CheckpointStore:
 
         def save() -> None:
             content = Content(progress=self._session.progress.to_json())
-            pending = begin_save(target, content, world=world, fence=self.fence, on_each_node=each)
-            try:
-                run_on_all_ranks(
-                    f"writing {target}", as_save_failure(lambda: write(pending.folder), target), gather_bytes
-                )
-            except BaseException:
-                pending.give_up()
-                raise
-            pending.finish()
+            begun = begin_save(target, content, world=world, fence=self.fence, on_each_node=each)
+            begun.write_others(f"writing {target}", lambda: write(begun.pending.path))
+            begun.finish()
 
         return self.count_failures(save)
 
@@ -252,12 +239,25 @@ class CheckpointStore:
         Raises:
             TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
         """
+        is_saved = self.attempt(save)
+        if is_saved:
+            self._failures_in_a_row = 0
+        return is_saved
+
+    def attempt(self, action: Callable[[], None]) -> bool:
+        """Like ``count_failures``, but of a part of a save: its success does not end a row of failures."""
         try:
-            save()
+            action()
         except SaveFailedError as error:
-            self.failures.failed(error)
+            self._failures_in_a_row += 1
+            number, limit = self._failures_in_a_row, self._project.max_failed_saves
+            if number >= limit:
+                raise TooManyFailedSavesError(
+                    f"{number} consecutive checkpoints could not be written; the last error was:\n{error.what}",
+                    do=f"{error.do}. The process exits with code {EXIT_CODE}; the launcher may report a different one",
+                ) from error
+            warn(f"{error.what}\n  Training continues ({number} of at most {limit} failures in a row).")
             return False
-        self.failures.succeeded()
         return True
 
 
@@ -276,16 +276,3 @@ def _metric_of(folder: Path) -> float | None:
     except (CheckpointError, OSError):
         return None
     return metric if isinstance(metric, (int, float)) and not math.isnan(metric) else None
-
-
-def _is_numbered(name: str) -> bool:
-    return name.startswith(PREFIX) and name.removeprefix(PREFIX).isdigit()
-
-
-def _lock_inside(folder: Path) -> Path:
-    return folder / ".lock"
-
-
-def _lock_beside(folder: Path) -> Path:
-    """Return a path outside the folder, because Accelerate's load_state treats every entry as a numbered checkpoint."""
-    return folder.parent / f".{folder.name}.lock"

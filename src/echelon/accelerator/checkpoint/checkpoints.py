@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,17 +12,18 @@ from typing import Any, NoReturn
 from weakref import WeakMethod
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from echelon.accelerator.checkpoint.accelerate_layout import (
     collect_state,
     load_accelerator_state,
     load_custom_state,
     require_custom_states,
+    require_plain,
 )
 from echelon.accelerator.checkpoint.changed_data import DataPolicy
 from echelon.accelerator.checkpoint.checkpoint_store import PREFIX, CheckpointStore, no_folder_error
 from echelon.accelerator.checkpoint.folders import has_checkpoint, newest_whole
-from echelon.accelerator.checkpoint.registry import CheckpointRegistry
 from echelon.accelerator.checkpoint.training_state import content_of, load_content
 from echelon.accelerator.models.save_objects import offloaded_state
 from echelon.accelerator.models.weight_check import shortened, trained_outside_state_dict
@@ -31,7 +33,9 @@ from echelon.accelerator.state_names import Allowed
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.progress import progress_bar
+from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
+from echelon.checkpoint import typed_json
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.formats.accelerate import custom_path, is_state_file, missing_files, write_state
 from echelon.checkpoint.formats.layouts import layout_of, require_layout
@@ -42,15 +46,13 @@ from echelon.checkpoint.read import Checkpoint, open_verified
 from echelon.checkpoint.save import (
     Content,
     Save,
-    SaveFailedError,
-    as_save_failure,
     begin_save,
     run_on_all_ranks,
     save_folder,
 )
-from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.byte_sizes import convert_file_size_to_int
+from echelon.config.variables import checkpoint_format
 from echelon.distributed.alone import alone, is_alone
 from echelon.distributed.collectives import gather_object
 from echelon.distributed.control import agree, raise_on_all_ranks
@@ -76,8 +78,10 @@ class Checkpoints:
         self._project = session.project
         self.store = CheckpointStore(session)
         """The run's checkpoint folders."""
-        self.registry = CheckpointRegistry(session.project)
-        """The script's custom objects and hooks."""
+        self.custom_objects: list[Any] = []
+        """Objects of the script that are saved and loaded in addition to the prepared ones."""
+        self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.data_policy = DataPolicy()
         """Default handling of changed data. The Trainer replaces this, because it counts positions differently."""
         self._is_warned_of_missing_ranks = False
@@ -98,6 +102,55 @@ class Checkpoints:
     ) -> None:
         """Unwrap and read models with these Accelerator methods (held weakly), which a subclass may override."""
         self._unwrap_model, self._get_state_dict = WeakMethod(unwrap_model), WeakMethod(get_state_dict)
+
+    # ---- what the script registers ---
+
+    def _chosen_format(self) -> str:
+        """Return the run's checkpoint format, ``echelon`` or ``accelerate``."""
+        chosen = self._project.checkpoint_format or checkpoint_format() or "echelon"
+        if chosen == "transformers" and self._project.checkpoint_format is None:
+            chosen = "accelerate"  # the variable is for both levels of a program
+        if chosen not in ("echelon", "accelerate"):
+            raise UsageError(
+                f"checkpoint_format must be 'echelon' or 'accelerate', but got {chosen!r}", do="set one of them"
+            )
+        return chosen
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Include the state of ``objects`` in checkpoints.
+
+        Raises:
+            UsageError: an object lacks ``state_dict`` or ``load_state_dict``, or its state is not plain data.
+        """
+        invalid = [f"{i} ({type(o).__name__})" for i, o in enumerate(objects) if not isinstance(o, SupportsStateDict)]
+        if invalid:
+            raise UsageError(
+                f"register_for_checkpointing: these arguments lack state_dict or load_state_dict: {', '.join(invalid)}",
+                do="define both methods, or store the state in an object that has them",
+            )
+        require = _require_savable if self._chosen_format() == "echelon" else require_plain
+        for one in objects:
+            require(one)
+        self.custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` on every rank when ``save_state`` writes.
+
+        Entries that the hook removes from ``weights`` are not written; files that the hook writes into ``output_dir``
+        become part of the checkpoint. The folder has a temporary name while it is written. Call ``remove()`` on the
+        returned handle to remove the hook.
+        """
+        return _add_hook(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
+
+        Entries that the hook removes from ``models`` are not loaded. Call ``remove()`` on the returned handle to remove
+        the hook.
+        """
+        return _add_hook(self._load_hooks, hook)
+
+    # ---- saving ---
 
     def save_state(
         self,
@@ -164,7 +217,7 @@ class Checkpoints:
             target = self.store.next_folder(_one_folder(output_dir, session.world, "save_state"))
             session.engine.update_loss_scale()
             self.warn_of_weights_left_out()
-            if safe_serialization and self.registry.chosen_format() == "echelon":
+            if safe_serialization and self._chosen_format() == "echelon":
                 metric = None if metric is None else float(metric)
                 return self._save_own(target, blocking=blocking, metric=metric)
             if not blocking or metric is not None:
@@ -219,7 +272,7 @@ class Checkpoints:
         each = self._project.save_on_each_node and not is_gathered
 
         def write(folder: Path, is_owner: bool) -> None:
-            for hook in list(self.registry.save_hooks.values()):
+            for hook in list(self._save_hooks.values()):
                 hook(models, weights, str(folder))
             writes_shared = is_owner if each else world.is_rank_zero
             # The hooks may have drawn random numbers.
@@ -228,7 +281,7 @@ class Checkpoints:
                 folder, now, rank=world.rank, writes_shared=writes_shared, safe_serialization=safe_serialization
             )
             if writes_shared:
-                for i, one in enumerate(self.registry.custom_objects):
+                for i, one in enumerate(self.custom_objects):
                     write_plain(one.state_dict(), custom_path(folder, i))
 
         def save() -> None:
@@ -307,9 +360,9 @@ class Checkpoints:
                 do="remove allow_missing, or load a checkpoint in echelon's own format",
             )
         with raise_on_all_ranks("load_state"):
-            require_custom_states(folder, len(self.registry.custom_objects))
+            require_custom_states(folder, len(self.custom_objects))
             models = self._bare_models()
-            for hook in list(self.registry.load_hooks.values()):
+            for hook in list(self._load_hooks.values()):
                 hook(models, str(folder))
             changes = load_accelerator_state(
                 folder,
@@ -326,7 +379,7 @@ class Checkpoints:
             )
             session.update.step = changes.get("step", session.update.step)
             session.restore_progress(changes.get("progress"))
-            for i, one in enumerate(self.registry.custom_objects):
+            for i, one in enumerate(self.custom_objects):
                 load_custom_state(one, folder, i)
         return folder
 
@@ -386,7 +439,7 @@ class Checkpoints:
             found = self.store.numbered() if is_named else []
             if folder is None:
                 place = self.store.folder()
-                require_folder_or_nothing(LocalStorage(), place)
+                require_folder_or_nothing(place)
                 is_there = bool(found)
             else:
                 place = Path(folder).expanduser().absolute()
@@ -429,14 +482,15 @@ class Checkpoints:
                 return content_of(
                     session,
                     models,
-                    custom_objects=self.registry.custom_objects,
+                    custom_objects=self.custom_objects,
                     random_states=session.update.snapshot(),
                     metric=metric,
                     world_size=world.world_size,
                 )
 
         content = collect()
-        try:
+
+        def begin() -> Save:
             self.store.lock_numbered(target, is_first=is_first, is_foreign=False)
             save = begin_save(
                 target,
@@ -446,18 +500,19 @@ class Checkpoints:
                 fence=self.store.fence,
                 on_each_node=self.store.is_on_each_node,
             )
-            if self.registry.save_hooks:
+            if self._save_hooks:
                 self._run_save_hooks(models, save, collect)
-            if blocking:
-                save.finish(show=progress_bar)
-                self.store.failures.succeeded()
-                self.store.rotate(target, is_first)
-            else:
-                self.store.background.start(save, afterwards=lambda folder: self.store.rotate(folder, is_first))
-        except SaveFailedError as error:
-            self.store.failures.failed(error)
-            return target
-        self._project.iteration += 1
+            return save
+
+        def save_now() -> None:
+            begin().finish(show=progress_bar)
+            self.store.rotate(target, is_first)
+
+        def save_in_background() -> None:
+            self.store.background.start(begin(), afterwards=lambda folder: self.store.rotate(folder, is_first))
+
+        if self.store.count_failures(save_now) if blocking else self.store.attempt(save_in_background):
+            self._project.iteration += 1
         return target
 
     def _run_save_hooks(self, models: list[nn.Module], save: Save, collect: Callable[[], Content]) -> None:
@@ -471,16 +526,17 @@ class Checkpoints:
         given = list(weights)
 
         def run() -> list[int]:
-            for hook in list(self.registry.save_hooks.values()):
-                hook(models, weights, str(save.folder))
+            for hook in list(self._save_hooks.values()):
+                hook(models, weights, str(save.pending.path))
             return [i for i, one in enumerate(given) if not any(one is kept for kept in weights)]
 
+        taken_out = save.write_others("a hook of save_state", run)
         try:
-            taken_out = run_on_all_ranks("a hook of save_state", as_save_failure(run, save.target), gather_bytes)
-            save.update(collect(), world=self._world)
+            content = collect()
         except BaseException:
-            save.give_up()
+            save.pending.give_up()
             raise
+        save.update(content, world=self._world)
         for i in taken_out[save.crew[0]]:  # the rank that commits the checkpoint decides for all ranks
             save.leave_out(model_prefix(i))
 
@@ -489,19 +545,19 @@ class Checkpoints:
 
         Collective: call on every rank.
         """
-        storage, world = LocalStorage(), self._session.world
+        world = self._session.world
         if input_dir is not None:
             folder = Path(input_dir).expanduser().absolute()
         elif not self._project.automatic_checkpoint_naming:
             raise no_folder_error("load_state", do="pass input_dir")
         else:
             found = self._newest()
-            return place_of(storage, found), Checkpoint(found) if layout_of(found) == "echelon" else None
+            return place_of(found), Checkpoint(found) if layout_of(found) == "echelon" else None
         if agree(layout_of(folder) == "echelon"):
             return folder, open_verified(folder, world=world)
         with raise_on_all_ranks("load_state"):
             require_layout(folder)
-        return place_of(storage, folder), None
+        return place_of(folder), None
 
     def _newest(self) -> Path:
         """Return the newest complete numbered checkpoint; warn about newer incomplete ones. Collective."""
@@ -510,10 +566,10 @@ class Checkpoints:
         def lacks(path: Path) -> str | None:
             if layout_of(path) == "echelon":
                 return None
-            place = place_of(LocalStorage(), path)
+            place = place_of(path)
             missing = missing_files(
                 place,
-                num_models=0 if self.registry.load_hooks else len(objects.models),
+                num_models=0 if self._load_hooks else len(objects.models),
                 num_optimizers=len(objects.optimizers),
                 num_schedulers=len(objects.schedulers),
                 has_scaler=session.update.scaler is not None,
@@ -551,14 +607,14 @@ class Checkpoints:
             )
         models = self._bare_models()
         left = list(models)
-        for hook in list(self.registry.load_hooks.values()):
+        for hook in list(self._load_hooks.values()):
             hook(left, str(checkpoint.folder))
         changes = load_content(
             self._session,
             checkpoint,
             models,
             loaded=[model for model in models if not any(model is one for one in left)],
-            custom_objects=self.registry.custom_objects,
+            custom_objects=self.custom_objects,
             strict=strict,
             allowed=allowed,
             data=data,
@@ -673,6 +729,22 @@ class Checkpoints:
     def _bare_models(self) -> list[nn.Module]:
         """Return the unwrapped models, which hooks receive, as in Accelerate."""
         return [self._unwrap_model()(model, keep_torch_compile=False) for model in self._session.objects.models]
+
+
+def _add_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _require_savable(one: Any) -> None:
+    """Raise if the state of ``one`` is not plain data."""
+    try:
+        typed_json.encode(one.state_dict(), name=f"the state of {type(one).__name__}", put_tensor=lambda *_: None)
+    except CheckpointError as error:
+        raise UsageError(
+            error.what, where="register_for_checkpointing", do=f"in its state_dict(), {error.do}"
+        ) from error
 
 
 def _is_ours(name: str) -> bool:

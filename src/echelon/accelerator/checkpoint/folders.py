@@ -1,42 +1,41 @@
-"""Finds, verifies, reads and deletes checkpoint folders."""
+"""Finds, verifies and reads checkpoint folders."""
 
 from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.progress import progress_bar
+from echelon.checkpoint import storage
 from echelon.checkpoint.background_save import store_gather
 from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_nothing
 from echelon.checkpoint.formats.layouts import TRAINER_STATE, layout_of
 from echelon.checkpoint.formats.transformers import SCHEDULER
 from echelon.checkpoint.formats.weight_files import read_model, weight_files
 from echelon.checkpoint.read import Checkpoint, try_open
-from echelon.checkpoint.rotation import numbered, remove_oldest
-from echelon.checkpoint.storage import LocalStorage
-from echelon.checkpoint.tensor_file import read_header
+from echelon.checkpoint.rotation import numbered
+from echelon.checkpoint.tensor_file import stored_tensors
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.checkpoint.typed_json import read_json
+from echelon.config.variables import checkpoint_format as format_of_environment
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
 __all__ = [
-    "checkpoints_in",
+    "format_of_environment",
     "has_checkpoint",
     "holds_model",
-    "folder_of",
     "holds_training",
     "is_own_format",
     "newest_whole",
     "problems_in",
     "read_model_files",
     "registered_state",
-    "remove_checkpoints",
     "require_folder",
     "require_whole",
     "same_on_all_ranks",
@@ -50,16 +49,6 @@ _CUT_OFF = "checkpoint-is-incomplete.txt"  # left by transformers if a save is k
 # ---- finding ---------------------------------------------------------------------------------------------------------
 
 
-def checkpoints_in(folder: Path, *, prefix: str) -> list[Path]:
-    """Return the folders ``prefix`` + number in ``folder``, in ascending order, without leftovers of killed saves."""
-    return numbered(folder, prefix=prefix)
-
-
-def folder_of(folder: Path) -> Path:
-    """Return a checkpoint's current path; a crash between two renames leaves it under another name."""
-    return place_of(LocalStorage(), folder)
-
-
 def is_own_format(folder: Path) -> bool:
     """Return whether ``folder`` uses echelon's own format, with checksums."""
     return layout_of(folder) == "echelon"
@@ -69,7 +58,7 @@ def holds_training(folder: Path) -> bool:
     """Return whether training can resume from a complete checkpoint: True if it has an optimizer or a scheduler."""
     if is_own_format(folder):
         return "accelerator" in Checkpoint(folder).objects()
-    return (place_of(LocalStorage(), folder) / SCHEDULER).is_file()
+    return (place_of(folder) / SCHEDULER).is_file()
 
 
 def holds_model(folder: Path) -> bool:
@@ -89,10 +78,9 @@ def require_folder(path: Path, *, makes: bool) -> None:
     Raises:
         UsageError: ``path`` is a file or a broken symbolic link.
     """
-    storage = LocalStorage()
-    require_folder_or_nothing(storage, path)
+    require_folder_or_nothing(path)
     if makes:
-        make_folders(storage, storage.real_path(path))
+        make_folders(storage.real_path(path))
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -101,9 +89,8 @@ def has_checkpoint(folder: Path) -> bool:
     Raises:
         UsageError: ``folder`` is a file or a broken symbolic link.
     """
-    storage = LocalStorage()
-    require_folder_or_nothing(storage, folder)
-    place = place_of(storage, folder)
+    require_folder_or_nothing(folder)
+    place = place_of(folder)
     return place.is_dir() and bool(storage.entries(place))
 
 
@@ -124,8 +111,8 @@ def newest_whole(
     Raises:
         UsageError: ``folder`` is a file or a broken symbolic link.
     """
-    require_folder_or_nothing(LocalStorage(), folder)
-    candidates = {path.name: path for path in checkpoints_in(folder, prefix=prefix)}
+    require_folder_or_nothing(folder)
+    candidates = {path.name: path for path in numbered(folder, prefix=prefix)}
     names = sorted(
         {name for found in _gathered(list(candidates)) for name in found},
         key=lambda name: int(name.removeprefix(prefix)),
@@ -150,9 +137,8 @@ def require_whole(world: World, folder: Path) -> None:
         UsageError: the folder does not exist.
         CheckpointError: the checkpoint is damaged; the message names the problem.
     """
-    storage = LocalStorage()
-    require_folder_or_nothing(storage, folder)
-    if not all(_gathered(place_of(storage, folder).is_dir())):
+    require_folder_or_nothing(folder)
+    if not all(_gathered(place_of(folder).is_dir())):
         raise UsageError(f"there is no folder {folder}", do="pass the path of a checkpoint folder")
     problem = _problem_on_any(world, folder)
     if problem is not None:
@@ -179,11 +165,10 @@ def problems_in(folder: Path) -> list[str]:
     In echelon's own format every file is compared with its checksum. Other layouts have no checksums: missing and
     truncated files are detected, but changed bytes are not.
     """
-    storage = LocalStorage()
     try:
-        require_folder_or_nothing(storage, folder)
+        require_folder_or_nothing(folder)
         layout = layout_of(folder)
-        folder = place_of(storage, folder)
+        folder = place_of(folder)
         if layout == "echelon":
             return Checkpoint(folder).problems(show=progress_bar)
         if layout == "sharded":
@@ -202,11 +187,7 @@ def problems_in(folder: Path) -> list[str]:
         adapters = [*folder.glob(_ADAPTER), *folder.glob(f"*/{_ADAPTER}")]
         for path in {*weights, *folder.glob("*.safetensors"), *adapters}:
             if path.suffix == ".safetensors":
-                handle = storage.open(path)
-                try:
-                    read_header(storage, handle, source=str(path))
-                finally:
-                    storage.close(handle)
+                stored_tensors(path)
         for path in (path for pattern in _ARCHIVES for path in folder.glob(pattern)):
             _require_whole_archive(path)
         if layout == "transformers" and not weights and not adapters:
@@ -266,15 +247,7 @@ def read_model_files(folder: Path) -> dict[str, Any]:
         names = [name for name in checkpoint.names() if name.startswith(prefix)]
         extra: dict[str, Any] = checkpoint.objects()["extra_states"][0]
         return {name.removeprefix(prefix): checkpoint.read(name) for name in names} | extra
-    files = weight_files(place_of(LocalStorage(), folder))
+    files = weight_files(place_of(folder))
     if not files:
         raise UsageError(f"{folder} holds no model weights", do="pass the folder of a complete checkpoint")
     return read_model(files)
-
-
-# ---- deleting --------------------------------------------------------------------------------------------------------
-
-
-def remove_checkpoints(folder: Path, *, prefix: str, limit: int, keep: Collection[Path]) -> list[Path]:
-    """Delete and return the lowest-numbered checkpoints beyond ``limit``, except ``keep``. Call on one rank."""
-    return remove_oldest(folder, prefix=prefix, limit=limit, keep=keep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,11 +10,6 @@ import torch
 from torch import nn
 
 from echelon.accelerator.checkpoint.changed_data import DataPolicy, reconcile_data
-from echelon.accelerator.checkpoint.gathered_state import (
-    gathered_optimizer_state,
-    load_gathered_model,
-    load_gathered_optimizer,
-)
 from echelon.accelerator.models.weight_check import require_model_of_checkpoint
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.session import Session
@@ -23,19 +18,19 @@ from echelon.accelerator.state_names import (
     NamedOptimizer,
     frozen_names,
     names_of,
-    optional_names,
 )
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.progress import progress_bar
 from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
-from echelon.checkpoint.formats.optimizer_states import rests_in
+from echelon.checkpoint.formats.optimizer_states import SavedStates, rests_in
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import box_of
 from echelon.checkpoint.save import Content
 from echelon.checkpoint.tensor_names import model_prefix, rest_of_state, state_keys, state_name, state_values
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.tree import leaves
+from echelon.engines.base import Engine
 from echelon.engines.fsdp.pipeline_state import group_names
 from echelon.engines.shards import address_of, restore_shard
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
@@ -43,6 +38,8 @@ from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain
 __all__ = ["content_of", "load_content"]
 
 _KERNELS = ("foreach", "fused")
+_AT_ONCE_BYTES = 1 << 30
+"""Maximum size of the weights that loading keeps in host memory at once, in addition to one module."""
 
 
 @runtime_checkable
@@ -96,7 +93,7 @@ def content_of(
     for i, optimizer in enumerate(session.objects.optimizers):
         named = NamedOptimizer.of(optimizer, names, engine)
         groups.append(_with_other_stages(session, named))
-        by_name, rest = gathered_optimizer_state(named, engine) if is_gathered else _own_state(named)
+        by_name, rest = _gathered_optimizer_state(named, engine) if is_gathered else _own_state(named)
         rests.append(rest)
         tensors |= {
             state_name(i, name, key): value
@@ -225,10 +222,12 @@ def _load_models_and_optimizers(
         for i, model in enumerate(models[: objects["accelerator"]["num_models"]])
         if not any(model is one for one in loaded)
     ]
-    for i, model in ours:  # checked first, because a different model also has different optimizer groups
-        require_model_of_checkpoint(
+    missing = {  # checked first, because a different model also has different optimizer groups
+        i: require_model_of_checkpoint(
             checkpoint, model, i, engine=engine, strict=strict, allowed=allowed, elsewhere=_names_elsewhere(session)
         )
+        for i, model in ours
+    }
     names, frozen = names_of(models) | _names_of_copies(session), frozen_names(models)
     optimizers = [
         NamedOptimizer.of(optimizer, names, engine)
@@ -238,16 +237,13 @@ def _load_models_and_optimizers(
         optimizer.matching(_own_part(session, objects["optimizer_groups"][i]), frozen, i, checkpoint)
         for i, optimizer in enumerate(optimizers)
     ]
+    load_model = _load_gathered_model if is_gathered else _load_model
     for i, model in ours:
-        extras = objects["extra_states"][i]
-        if is_gathered:
-            load_gathered_model(checkpoint, model, i, extras, engine=engine, strict=strict, allowed=allowed)
-        else:
-            _load_model(checkpoint, model, i, extras, strict=strict, allowed=allowed)
+        load_model(checkpoint, model, i, objects["extra_states"][i], missing=missing[i])
     for i, optimizer in enumerate(optimizers):
         rest = rests_in(objects)[i]
         if is_gathered:
-            load_gathered_optimizer(checkpoint, optimizer, _numbered(optimizer, plans[i]), i, rest, engine=engine)
+            _load_gathered_optimizer(checkpoint, optimizer, _numbered(optimizer, plans[i]), i, rest, engine=engine)
         else:
             _load_optimizer(checkpoint, optimizer, plans[i], i, rest)
 
@@ -328,33 +324,26 @@ def _require_pieces(
 
 
 def _load_model(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    index: int,
-    extras: Mapping[str, Any],
-    *,
-    strict: bool,
-    allowed: Allowed,
+    checkpoint: Checkpoint, model: nn.Module, index: int, extras: Mapping[str, Any], *, missing: Collection[str]
 ) -> None:
     prefix = model_prefix(index)
     state = plain_state_dict(model)
-    targets = {f"{prefix}{name}": value for name, value in state.items() if _is_tensor(value)}
-    on_meta = [name for name, value in targets.items() if value.is_meta]
+    tensors = {f"{prefix}{name}": value for name, value in state.items() if _is_tensor(value)}
+    on_meta = [name for name, value in tensors.items() if value.is_meta]
     if on_meta:
         raise CheckpointError(
             f"{on_meta[0]} is on the meta device and has no storage to load into",
             do="prepare the model first, or allocate storage with to_empty()",
         )
-    names = [name.removeprefix(prefix) for name in targets]
-    optional = optional_names(checkpoint, model, names, index, strict=strict, allowed=allowed)
+    targets = {name: value for name, value in tensors.items() if name.removeprefix(prefix) not in missing}
     own = {address_of(value) for value in (*model.parameters(), *model.buffers())}
     if all(address_of(value) in own for value in targets.values()) and not extras:
-        checkpoint.read_into(targets, optional=optional, show=progress_bar)  # in place, without a second copy
+        checkpoint.read_into(targets, show=progress_bar)  # in place, without a second copy
         return
     # A module whose state dict holds copies or non-tensors is restored with load_state_dict.
     copies = {name: torch.empty_like(value) for name, value in targets.items()}
-    missing = set(checkpoint.read_into(copies, optional=optional, show=progress_bar))
-    read = {name.removeprefix(prefix): value for name, value in copies.items() if name not in missing}
+    checkpoint.read_into(copies, show=progress_bar)
+    read = {name.removeprefix(prefix): value for name, value in copies.items()}
     load_plain_state_dict(model, {**state, **read, **extras})
 
 
@@ -429,6 +418,76 @@ def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> to
     _, box, _ = box_of(parameter)
     sharded: torch.Tensor = restore_shard({"values": checkpoint.read(name, box)}, parameter)
     return sharded
+
+
+# ---- engines that gather their state ---
+
+
+def _gathered_optimizer_state(
+    optimizer: NamedOptimizer, engine: Engine
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return an optimizer's full state by parameter name, and its remaining entries.
+
+    If the state is sharded, both are empty except on rank zero.
+
+    Collective: call on every rank if the state is sharded.
+    """
+    whole = engine.full_optimizer_state(optimizer.inner) or {"state": {}, "param_groups": []}
+    rest = rest_of_state(whole)
+    numbered = {number: entries for number, entries in whole["state"].items() if number not in rest.get("state", {})}
+    return {optimizer.parameters[number][0]: dict(entries) for number, entries in numbered.items()}, rest
+
+
+def _load_gathered_model(
+    checkpoint: Checkpoint, model: nn.Module, index: int, extras: Mapping[str, Any], *, missing: Collection[str]
+) -> None:
+    """Load a model whose engine supports ``load_state_dict``, except for ``missing``, in parts of bounded size.
+
+    Collective: call on every rank if parameters are sharded.
+    """
+    prefix = model_prefix(index)
+    state = plain_state_dict(model)
+    there = [name for name, value in state.items() if isinstance(value, torch.Tensor) and name not in missing]
+    num_bytes = {name: checkpoint.num_bytes(f"{prefix}{name}") for name in there}
+    with progress_bar(f"loading {checkpoint.folder.name}", sum(num_bytes.values())) as progress:
+        for names in _in_parts(there, num_bytes):
+            load_plain_state_dict(model, {name: checkpoint.read(f"{prefix}{name}") for name in names}, strict=False)
+            progress(sum(num_bytes[name] for name in names))
+    if extras:
+        load_plain_state_dict(model, extras, strict=False)
+
+
+def _in_parts(names: Sequence[str], num_bytes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Split ``names`` at module boundaries into parts of bounded size."""
+    part: list[str] = []
+    size, module = 0, ""
+    for name in names:
+        if size > _AT_ONCE_BYTES and name.rpartition(".")[0] != module:
+            yield part
+            part, size = [], 0
+        part.append(name)
+        size += num_bytes[name]
+        module = name.rpartition(".")[0]
+    if part:
+        yield part
+
+
+def _load_gathered_optimizer(
+    checkpoint: Checkpoint,
+    optimizer: NamedOptimizer,
+    groups: Sequence[Mapping[str, Any]],
+    index: int,
+    rest: Mapping[str, Any],
+    *,
+    engine: Engine,
+) -> None:
+    """Load an optimizer's state and its remaining entries, if the checkpoint has any.
+
+    Collective: call on every rank if the state is sharded.
+    """
+    names = [name for name, _ in optimizer.parameters]
+    states = SavedStates(checkpoint, names, index, others=rest.get("state", {}))
+    engine.load_full_optimizer_state(optimizer.inner, {**rest, "state": states, "param_groups": list(groups)})
 
 
 # ---- loaders ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from echelon.accelerator.state_names import Allowed, optional_names
+from echelon.accelerator.state_names import Allowed
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix
@@ -60,8 +60,8 @@ def require_model_of_checkpoint(
     strict: bool,
     allowed: Allowed,
     elsewhere: Collection[str] = (),
-) -> None:
-    """Raise unless the checkpoint has all weights of ``model``, except for those that may be missing.
+) -> set[str]:
+    """Return the weights of ``model`` that the checkpoint lacks; raise if it lacks any that may not be missing.
 
     ``elsewhere`` has the names of weights on other ranks (stages of a pipeline).
 
@@ -80,11 +80,12 @@ def require_model_of_checkpoint(
         for name in checkpoint.names()
         if name.startswith(prefix)
     }
-    optional = set(optional_names(checkpoint, model, own, index, strict=strict, allowed=allowed))
+    # Other programs store tied weights under only one of their names.
+    there = {id(parameters[name]) for name in saved if name in parameters}
     found = describe_mismatch(
         saved,
         own,
-        may_be_missing=lambda name: prefix + name in optional,
+        may_be_missing=lambda name: not strict or allowed.covers(piece + name) or id(parameters.get(name)) in there,
         may_be_unknown=lambda name: not strict or name in elsewhere or allowed.covers(piece + name),
     )
     if found:
@@ -99,6 +100,7 @@ def require_model_of_checkpoint(
             do=f"load the checkpoint into the model it was saved from (`echelon checkpoint show "
             f"{checkpoint.folder}` lists its contents){hint}",
         )
+    return own.keys() - saved.keys()
 
 
 def trained_outside_state_dict(model: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ from echelon.compat.constants import (
     WEIGHTS_NAME,
 )
 
-__all__ = ["FileTensor", "check_fit", "fitted_to", "joined", "named_tensors", "own_tensors", "stored_in"]
+__all__ = ["FileTensor", "joined", "matching_tensors", "named_tensors", "own_tensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path} cannot be read: {error}", do="use another copy") from error
 
 
-def stored_in(checkpoint: Path) -> dict[str, FileTensor]:
+def _stored_in(checkpoint: Path) -> dict[str, FileTensor]:
     found: dict[str, FileTensor] = {}
     for path in _files_of(checkpoint):
         if path.suffix == ".safetensors":
@@ -141,7 +141,7 @@ def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def fitted_to(
+def _fitted_to(
     model: nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, FileTensor]
 ) -> list[tuple[str, FileTensor]]:
     """Return the entries of ``stored`` that exist in the model, under the model's names.
@@ -164,16 +164,17 @@ def fitted_to(
     return found
 
 
-def check_fit(
-    model: nn.Module,
-    checkpoint: Path,
-    own: Mapping[str, torch.Tensor],
-    stored: Mapping[str, FileTensor],
-    found: list[tuple[str, FileTensor]],
-    *,
-    lacking: set[int],
-    strict: bool,
-) -> None:
+def matching_tensors(
+    model: nn.Module, checkpoint: Path, *, strict: bool
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, FileTensor]]]:
+    """Return the tensors of ``model`` by name, and the stored tensors that exist in the model under the model's names.
+
+    Raises:
+        CheckpointError: the weights are missing or damaged, or belong to another model.
+    """
+    stored, own = _stored_in(checkpoint), dict(own_tensors(model))
+    found = _fitted_to(model, own, stored)
+    lacking = {id(tensor) for tensor in own.values()} - {id(own[name]) for name, _ in found}
     kind = type(model).__name__
     wrong = [
         f"{name} is {list(one.shape)} in the file and {list(own[name].shape)} in the model"
@@ -212,6 +213,7 @@ def check_fit(
         )
     if differences:
         warn(f"{checkpoint} does not fully match the {kind}; matching weights were loaded: {differences}")
+    return own, found
 
 
 def _converts(stored: str, dtype: torch.dtype) -> bool:

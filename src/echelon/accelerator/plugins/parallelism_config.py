@@ -1,28 +1,140 @@
-"""``ParallelismConfig``: the number of ranks on each axis of the device mesh, under Accelerate's names."""
+"""``ParallelismConfig``: the number of ranks on each mesh axis, and options of the axes, under Accelerate's names."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from echelon.accelerator.plugins.sequence_parallel_config import (
-    DeepSpeedSequenceParallelConfig,
-    TorchContextParallelConfig,
-)
-from echelon.accelerator.plugins.tensor_parallel_config import TorchTensorParallelConfig
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.config.plugin_arguments import plugin_arguments
 from echelon.config.sources import refuse_misspelled
 from echelon.world.mesh import AXES, DATA_AXES, LOSS_AXES, MeshLayout
 
-__all__ = ["ParallelismConfig"]
+__all__ = [
+    "DeepSpeedSequenceParallelConfig",
+    "ParallelismConfig",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+]
 
 _SIZES = tuple(f"{axis}_size" for axis in (*AXES, "ep"))
 _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
+_STRATEGIES = ("allgather", "alltoall")
+_PREFIX = "parallelism_config_"
+
+
+@suggest_keywords
+@dataclass
+class TorchTensorParallelConfig:
+    """Options of tensor parallelism, for ``ParallelismConfig(tp_handler=)``.
+
+    Raises:
+        ConfigError: an option has the wrong type, or is not supported.
+    """
+
+    enable_async_tp: bool = False
+    """Not supported, as in Accelerate."""
+    plan: dict[str, Any] | None = None
+    """Styles by pattern of module names, such as ``{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}``. A style is an object from
+    ``torch.distributed.tensor.parallel`` or a name as in the ``tp_plan`` of transformers' models; ``"replicate"`` keeps a layer
+    whole. The patterns are added to the model's own plan, and take precedence. None: only the model's own plan."""
+    loss_parallel: bool = False
+    """Whether cross-entropy works on logits that stay split over the vocabulary, without gathering them. The plan must leave them
+    split: ``{"lm_head": "colwise_loss_parallel"}``."""
+
+    canonical_chunks: int | None = None
+    """With ``parity="bitwise"``, the number of parts into which each split dimension is divided, the same in every run that must match
+    bit for bit: a power of two that divides the heads, features and vocabulary, and is at least ``tp_size``. With a ``tp_handler``,
+    one rank (``tp_size=1``) computes the same parts. Default: 8."""
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            raise ConfigError(
+                "enable_async_tp=True is not supported",
+                where="code TorchTensorParallelConfig(enable_async_tp=)",
+                do="remove it",
+            )
+        chunks = self.canonical_chunks
+        if chunks is not None and (not isinstance(chunks, int) or chunks < 1 or chunks & (chunks - 1)):
+            raise ConfigError(
+                f"canonical_chunks={chunks!r} is no power of two, so the sums over the chunks have no binary tree",
+                where="code TorchTensorParallelConfig(canonical_chunks=)",
+                do="set 1, 2, 4, 8 or a larger power of two",
+            )
+        if self.plan is not None and not (
+            isinstance(self.plan, dict) and all(isinstance(key, str) for key in self.plan)
+        ):
+            raise ConfigError(
+                f"plan is not a dict with patterns of module names as keys, but {self.plan!r}",
+                where="code TorchTensorParallelConfig(plan=)",
+                do="pass a dict such as {'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}",
+            )
+
+
+@suggest_keywords
+@dataclass
+class TorchContextParallelConfig:
+    """How the ranks of a sequence exchange keys and values. None: use the setting, else ``allgather``.
+
+    ``allgather``: in one collective, after which each rank has the keys and values of one layer of all ranks for a moment.
+    ``alltoall``: around a ring, so each rank has those of two ranks at a time.
+
+    Raises:
+        ConfigError: the strategy is unknown.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        settings = plugin_arguments(self, {"cp_comm_strategy": f"{_PREFIX}cp_comm_strategy"})
+        settings.fill(self, ["cp_comm_strategy"])
+        self.cp_comm_strategy = self.cp_comm_strategy or "allgather"
+        if self.cp_comm_strategy not in _STRATEGIES:
+            raise ConfigError(
+                f"cp_comm_strategy={self.cp_comm_strategy!r} is unknown",
+                where=str(settings.origin("cp_comm_strategy")),
+                do=f"use one of {', '.join(_STRATEGIES)}",
+            )
+
+
+@suggest_keywords
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Settings of Ulysses sequence parallelism, which echelon computes without DeepSpeed. None: use the setting.
+
+    Raises:
+        ConfigError: a value is unknown, or a fixed length has no value.
+    """
+
+    sp_seq_length: int | None = None
+    """Length of all sequences, if it does not vary; others raise an error."""
+    sp_seq_length_is_variable: bool | None = None
+    """Whether the length differs between batches (default: True)."""
+    sp_attn_implementation: str | None = None
+    """Accepted for Accelerate's sake: attention is ``scaled_dot_product_attention``, which chooses the kernel."""
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in fields(self)]
+        settings = plugin_arguments(self, {name: _PREFIX + name for name in names})
+        settings.fill(self, names)
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = True
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            raise ConfigError(
+                "sp_seq_length_is_variable=False needs sp_seq_length",
+                where=str(settings.origin("sp_seq_length_is_variable")),
+                do="set sp_seq_length to the number of positions of each sequence",
+            )
+        if self.sp_attn_implementation in ("eager", "flex_attention"):
+            raise ConfigError(
+                f"sp_attn_implementation={self.sp_attn_implementation!r} is not supported",
+                where=str(settings.origin("sp_attn_implementation")),
+                do="use 'sdpa', or omit it",
+            )
 
 
 @suggest_keywords

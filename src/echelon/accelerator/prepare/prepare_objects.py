@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,8 +19,6 @@ from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.prepare.build_deepspeed import reject_placeholders
 from echelon.accelerator.prepare.canonical_chunks import prepare_canonical_chunks
 from echelon.accelerator.prepare.data_loaders import rng_type_names
-from echelon.accelerator.prepare.experts import prepare_experts
-from echelon.accelerator.prepare.low_precision_weights import upcast_trained_weights, warn_of_low_precision_weights
 from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data, known_objects, replace_prepared
 from echelon.accelerator.prepare.speed import choose_kernels, choose_memory_format
 from echelon.accelerator.sequences import attach_sequence_parallel
@@ -28,20 +28,24 @@ from echelon.accelerator.update.scheduler import AcceleratedScheduler, steps_wit
 from echelon.accelerator.update.step_timing import time_forward
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
-from echelon.base.sharded import is_dtensor
+from echelon.base.sharded import is_dtensor, is_fsdp_module
 from echelon.base.warnings import warn
 from echelon.config.origin import Setting
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.loader import PreparedLoader
 from echelon.data.prepare_loader import prepare_loader
+from echelon.distributed.ddp.unused_parameters_warning import silence_unused_parameters_warning
 from echelon.distributed.peer_responder import Watcher
 from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, DummyScheduler
+from echelon.engines.expert_parallel.moe import find_routers
+from echelon.engines.expert_parallel.routing_gap import RoutingGaps
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.world.world import World
 
-__all__ = ["prepare_arguments", "prepare_for_evaluation", "prepare_one_loader", "prepare_stages"]
+__all__ = ["prepare_arguments", "prepare_for_evaluation", "prepare_one_loader", "prepare_stages", "search_silently"]
 
 _logger = get_logger(__name__)
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def prepare_arguments(
@@ -120,12 +124,12 @@ def _prepare_unprepared(
     bare = [model for model, _ in models]
     session.update.check_prepared(bare, optimizers)
     if models:
-        prepare_experts(session, bare)
+        _prepare_experts(session, bare)
         prepare_canonical_chunks(session, bare)
         _fill_deepspeed(session, bare, optimizers, schedulers)
     given = [_compile(session.dynamo_plugin, model, by_regions=True) for model in bare]
     prepared = engine.prepare(given, optimizers, schedulers)
-    warn_of_low_precision_weights(session, prepared.optimizers)
+    _warn_of_low_precision_weights(session, prepared.optimizers)
     session.watcher = _build_watcher(prepared.models, world=session.world)
     for model, shaped, wrapped in zip(bare, given, prepared.models):
         _add_model(session, model, shaped, wrapped)
@@ -195,12 +199,18 @@ def prepare_for_evaluation(session: Session, model: nn.Module, *, place: bool) -
     return _compile(plugin, _compile(plugin, model, by_regions=True), by_regions=False)
 
 
+def search_silently(session: Session) -> None:
+    """Keep torch from warning that DDP's search finds no unused parameters: the user did not ask for the search."""
+    if session.world.world_size > 1 and session.capabilities.replicates:
+        silence_unused_parameters_warning(session.world.device)
+
+
 def _place_and_cast(session: Session, model: nn.Module, *, place: bool) -> None:
     device, recipe = session.world.device, session.ao_recipe_handler
     arrives_later = _arrives_later(session, model)
     if place and device.type != "cpu" and not arrives_later:
         model.to(device)
-    upcast_trained_weights(session, model)
+    _upcast_trained_weights(session, model)
     if recipe is not None:
         convert_model_to_fp8_ao(uncompiled(model), recipe.config, recipe.module_filter_func)
     session.precision.wrap_forward(model)
@@ -247,6 +257,59 @@ def _add_model(session: Session, model: nn.Module, shaped: nn.Module, wrapped: n
         objects.record(one, final)
 
 
+def _prepare_experts(session: Session, models: Iterable[nn.Module]) -> None:
+    """Watch the routers of ``models`` under ``parity="exact"``, and let load-balancing losses count the tokens of all ranks.
+
+    The latter also holds with expert parallelism. In other runs each rank's loss counts its own tokens, as with Accelerate.
+    """
+    is_exact = session.config.value.parity == "exact"
+    is_divided = session.layout is not None and session.layout.ep_enabled
+    if not is_exact and not is_divided:
+        return
+    world = session.update.loss_world
+    for model in models:
+        routers = find_routers(model)
+        if not routers:
+            continue
+        if is_exact:
+            session.routing = session.routing or RoutingGaps()
+            for name, router in routers.items():
+                session.routing.watch(name, router)
+        group = world.group or dist.group.WORLD
+        if world.world_size > 1 and group is not None:
+            from echelon.engines.expert_parallel.balance import balance_over_ranks  # noqa: PLC0415 - only for such models
+
+            balance_over_ranks(model, group, has_samples=lambda: not _is_padding(session))
+
+
+def _is_padding(session: Session) -> bool:
+    """Return whether this rank's batch is a copy of other samples, because there are fewer samples than ranks."""
+    driver = session.update.driver
+    contribution = None if driver is None else driver.contribution()
+    return contribution is not None and contribution.is_padding
+
+
+def _upcast_trained_weights(session: Session, model: nn.Module) -> None:
+    """With mixed precision, cast trained weights to float32 in place if the engine computes with low-precision copies of them.
+
+    Source: accelerate.utils.fsdp_utils.fsdp2_prepare_model (1.15), which does the same.
+    """
+    if session.precision.mode == "no" or not session.capabilities.upcasts_weights or is_fsdp_module(model):
+        return
+    low = [p for p in model.parameters() if p.requires_grad and p.dtype in _LOW]
+    if not low:
+        return
+    kind = str(low[0].dtype).removeprefix("torch.")
+    for parameter in low:
+        parameter.data = parameter.data.to(torch.float32)
+    warn(
+        f"{len(low)} trained parameters of {type(model).__name__} are {kind}, and mixed_precision={session.precision.mode!r}: they are "
+        "cast to float32 before they are sharded, as accelerate does, so that small updates are not lost. Each rank needs "
+        "twice the memory for its shards, and checkpoints have float32 weights. To train the weights in low precision, use "
+        "mixed_precision='no'"
+    )
+
+
 # ---- optimizers and schedulers ---------------------------------------------------------------------------------------
 
 
@@ -265,6 +328,27 @@ def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
     session.objects.optimizers.append(prepared)
     session.guard.add_prepared(inner)
     session.objects.record(optimizer, prepared)
+
+
+def _warn_of_low_precision_weights(session: Session, optimizers: Iterable[Optimizer]) -> None:
+    """With mixed precision, warn once if an optimizer steps low-precision weights."""
+    mode = session.precision.mode
+    if mode == "no" or session.warned_of_low_precision or not session.capabilities.exposes_state:
+        return
+    held = [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    ]
+    low = [p for p in held if p.dtype in _LOW]
+    if not low:
+        return
+    session.warned_of_low_precision = True
+    kind = str(low[0].dtype).removeprefix("torch.")
+    warn(
+        f"mixed_precision={mode!r}, but {len(low)} of {len(held)} trained parameters are {kind} themselves, and so is the optimizer's "
+        "state of them: an update that changes a weight by less than about 1/256 of it is lost. Load the model in float32 "
+        "(from_pretrained(..., dtype=torch.float32)), or call model.float() before the optimizer is made; the forward pass still "
+        "computes in low precision"
+    )
 
 
 def _wrap_scheduler(session: Session, scheduler: LRScheduler) -> AcceleratedScheduler:

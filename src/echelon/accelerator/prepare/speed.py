@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -61,8 +62,8 @@ def choose_kernels(session: Session, optimizer: Optimizer) -> None:
         return
     chosen = {"fused": True} if is_fused else {"foreach": True}
     _set(optimizer.param_groups, chosen)
-    optimizer.register_state_dict_post_hook(_Hidden(chosen))
-    optimizer.register_load_state_dict_pre_hook(_Chosen(chosen))
+    optimizer.register_state_dict_post_hook(partial(_hide, chosen))
+    optimizer.register_load_state_dict_pre_hook(partial(_choose, chosen))
     _logger.info("speed=%r: %s steps with %s=True", speed, kind.__name__, *chosen)
 
 
@@ -82,27 +83,17 @@ def _set(groups: Any, flags: Mapping[str, Any]) -> None:
         group.update({name: value for name, value in flags.items() if group.get(name) is None})
 
 
-class _Hidden:
-    """Removes the chosen flags from a state dict."""
-
-    def __init__(self, flags: Mapping[str, Any]) -> None:
-        self.flags = flags
-
-    def __call__(self, optimizer: Optimizer, state_dict: Any) -> None:
-        for group in state_dict["param_groups"]:  # copies of the optimizer's groups
-            group.update(dict.fromkeys(self.flags))
+def _hide(flags: Mapping[str, Any], optimizer: Optimizer, state_dict: Any) -> None:
+    """Remove the chosen ``flags`` from a state dict."""
+    for group in state_dict["param_groups"]:  # copies of the optimizer's groups
+        group.update(dict.fromkeys(flags))
 
 
-class _Chosen:
-    """Adds the chosen flags to a state dict before it is loaded, so that its state goes to the devices that the kernels need."""
-
-    def __init__(self, flags: Mapping[str, Any]) -> None:
-        self.flags = flags
-
-    def __call__(self, optimizer: Optimizer, state_dict: Any) -> Any:
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        _set(groups, self.flags)
-        return {**state_dict, "param_groups": groups}
+def _choose(flags: Mapping[str, Any], optimizer: Optimizer, state_dict: Any) -> Any:
+    """Add ``flags`` to a state dict before it is loaded, so that its state goes to the devices that they need."""
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    _set(groups, flags)
+    return {**state_dict, "param_groups": groups}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

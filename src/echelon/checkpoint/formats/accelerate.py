@@ -11,23 +11,22 @@ from typing import Any
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.formats.conversion import (
     ImportedCheckpoint,
+    build_import,
     copy_other_files,
     custom_states_in,
     num_models_in,
     rank_objects_in,
-    read_models,
     training_objects_in,
     weights_beside,
 )
 from echelon.checkpoint.formats.layouts import TRAINER_STATE
-from echelon.checkpoint.formats.optimizer_states import named_states, numbered_state, rests_in
+from echelon.checkpoint.formats.optimizer_states import numbered_state, rests_in
 from echelon.checkpoint.formats.torch_files import load, read_all_ranks, write_plain
 from echelon.checkpoint.formats.weight_files import write_tensors
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.save import Content
 from echelon.checkpoint.stored_weights import weights_of, write_weights
-from echelon.checkpoint.tensor_names import model_prefix, rest_of_state
+from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.constants import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -309,9 +308,6 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
     Raises:
         CheckpointError: a file is missing or damaged, or can be read only by unpickling it.
     """
-    tensors, extras = read_models(folder)
-    optimizers = _read_numbered(lambda i: state_path(folder, OPTIMIZER_NAME, i))
-    groups, values = named_states(folder, optimizers, tensors, parameters)
     random = read_all_ranks(folder, RANDOM_STATES)
     ours = random[0].get(OURS, {})
     if ours and len(random) != ours["num_processes"]:
@@ -323,32 +319,27 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
     num_orders = ours.get("orders", 0)
     positions = _read_positions(folder, num_orders, len(random))
     custom = _read_numbered(lambda i: custom_path(folder, i))
-    objects = {
-        "accelerator": {"step": random[0].get("step", 0), "num_models": len(extras)},
-        "extra_states": extras,
-        "optimizer_groups": groups,
-        **({"optimizer_rests": rests} if any(rests := [rest_of_state(state) for state in optimizers]) else {}),
-        "schedulers": _read_numbered(lambda i: state_path(folder, SCHEDULER_NAME, i)),
-        "scaler": load(folder / SCALER_NAME) if (folder / SCALER_NAME).is_file() else None,
-        "orders": [load(state_path(folder, SAMPLER_NAME, i)) for i in range(num_orders)],
-        **{f"custom.{i}": state for i, state in enumerate(custom)},
-        **random[0].get(_REST, {}).get("shared", {}),
-    }
-    ranks = [
-        {
-            "random": {key: value for key, value in states.items() if key not in ("step", OURS, _REST)},
-            "positions": [of_loader[rank] for of_loader in positions],
-            "pass": None,
-            **states.get(_REST, {}).get("own", {}),
-            **({"optimizer_values": values} if rank == 0 and any(values) else {}),
-        }
-        for rank, states in enumerate(random)
-    ]
-    content = Content(
-        tensors=tensors,
-        objects=objects,
+    return build_import(
+        folder,
+        "accelerate",
+        optimizers=_read_numbered(lambda i: state_path(folder, OPTIMIZER_NAME, i)),
+        parameters=parameters,
+        objects={
+            "schedulers": _read_numbered(lambda i: state_path(folder, SCHEDULER_NAME, i)),
+            "scaler": load(folder / SCALER_NAME) if (folder / SCALER_NAME).is_file() else None,
+            "orders": [load(state_path(folder, SAMPLER_NAME, i)) for i in range(num_orders)],
+            **{f"custom.{i}": state for i, state in enumerate(custom)},
+            **random[0].get(_REST, {}).get("shared", {}),
+        },
+        ranks=[
+            {
+                "random": {key: value for key, value in states.items() if key not in ("step", OURS, _REST)},
+                "positions": [of_loader[rank] for of_loader in positions],
+                **states.get(_REST, {}).get("own", {}),
+            }
+            for rank, states in enumerate(random)
+        ],
+        step=random[0].get("step", 0),
         progress=ours.get("progress"),
-        layout={"imported_from": "accelerate", "world_size": len(random)},
+        read=is_state_file,
     )
-    read = frozenset(path.name for path in folder.iterdir() if is_state_file(path.name))
-    return ImportedCheckpoint(content=content, ranks=ranks, read=read)

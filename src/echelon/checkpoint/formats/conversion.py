@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,24 @@ import torch
 from echelon.base.errors import CheckpointError
 from echelon.base.progress import progress_bar
 from echelon.base.warnings import warn
-from echelon.checkpoint import typed_json
+from echelon.checkpoint import storage, typed_json
+from echelon.checkpoint.formats.optimizer_states import named_states
 from echelon.checkpoint.formats.weight_files import plain_names, read_model, weight_files
 from echelon.checkpoint.manifest import rank_objects_file
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.save import Content, begin_save
-from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.stored_weights import Weights, weights_in
 from echelon.checkpoint.tensor_file import write_file
-from echelon.checkpoint.tensor_names import model_prefix
+from echelon.checkpoint.tensor_names import model_prefix, rest_of_state
 from echelon.world.world import World
 
 __all__ = [
     "ImportedCheckpoint",
+    "build_import",
     "copy_other_files",
     "custom_states_in",
     "num_models_in",
     "rank_objects_in",
-    "read_models",
     "training_objects_in",
     "weights_beside",
     "write_imported",
@@ -49,6 +50,59 @@ class ImportedCheckpoint:
     """Objects of each rank."""
     read: frozenset[str]
     """Names of the files that the checkpoint was loaded from. All other files are copied."""
+
+
+def build_import(
+    folder: Path,
+    layout: str,
+    *,
+    optimizers: Sequence[Mapping[str, Any]],
+    parameters: Sequence[Sequence[str]],
+    objects: Mapping[str, Any],
+    ranks: Sequence[Mapping[str, Any]],
+    step: int = 0,
+    progress: Mapping[str, Any] | None,
+    read: Callable[[str], object],
+) -> ImportedCheckpoint:
+    """Return the checkpoint in ``folder``, given what its layout stores beside the models.
+
+    Args:
+        folder: folder that contains the checkpoint.
+        layout: name of the layout.
+        optimizers: state dict of each optimizer.
+        parameters: for each optimizer, its parameter names in the order of its parameter groups. Required unless the
+            states contain the names.
+        objects: other objects shared by all ranks.
+        ranks: objects of each rank.
+        step: micro-batches so far.
+        progress: counters of the run.
+        read: returns whether a file with this name was read, and is not copied.
+
+    Raises:
+        CheckpointError: a model or the names of parameters are missing, or a file is damaged.
+    """
+    tensors, extras = read_models(folder)
+    groups, values = named_states(folder, optimizers, tensors, parameters)
+    rests = [rest_of_state(state) for state in optimizers]
+    content = Content(
+        tensors=tensors,
+        objects={
+            "accelerator": {"step": step, "num_models": len(extras)},
+            "extra_states": extras,
+            "optimizer_groups": groups,
+            **({"optimizer_rests": rests} if any(rests) else {}),
+            **objects,
+        },
+        progress=progress,
+        layout={"imported_from": layout, "world_size": len(ranks)},
+    )
+    first = {"optimizer_values": values} if any(values) else {}
+    own = [
+        {"positions": [], "pass": None, **of_rank, **(first if rank == 0 else {})} for rank, of_rank in enumerate(ranks)
+    ]
+    return ImportedCheckpoint(
+        content=content, ranks=own, read=frozenset(path.name for path in folder.iterdir() if read(path.name))
+    )
 
 
 def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) -> Path:
@@ -70,15 +124,17 @@ def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) 
         }
         for rank, own in enumerate(imported.ranks)
     ]
-    save = begin_save(target, replace(imported.content, tensors=tensors), world=world, gather=lambda payload: [payload])
-    try:
-        save.objects |= {rank_objects_file(rank): typed_json.to_bytes(own) for rank, own in enumerate(encoded)}
-        save.manifest = replace(save.manifest, world_size=len(encoded))
-        copy_other_files(source, save.folder, without=lambda name: name in imported.read)
-    except BaseException:
-        save.give_up()
-        raise
-    return save.finish(lambda payload: [payload], show=progress_bar)
+    save = begin_save(target, replace(imported.content, tensors=tensors), world=world, gather=_alone)
+    save.objects |= {rank_objects_file(rank): typed_json.to_bytes(own) for rank, own in enumerate(encoded)}
+    save.manifest = replace(save.manifest, world_size=len(encoded))
+    others = partial(copy_other_files, source, save.pending.path, without=lambda name: name in imported.read)
+    save.write_others(f"writing {target}", others, gather=_alone)
+    return save.finish(_alone, show=progress_bar)
+
+
+def _alone(payload: bytes) -> list[bytes]:
+    """Gather from the only process."""
+    return [payload]
 
 
 def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -161,7 +217,6 @@ def custom_states_in(objects: Mapping[str, Any]) -> Sequence[Any]:
 
 def copy_other_files(source: Path, target: Path, *, without: Callable[[str], object]) -> None:
     """Copy ``source`` to ``target``, except for names accepted by ``without`` and (with a warning) links and special files."""
-    storage = LocalStorage()
     for name in storage.entries(source):
         kind = storage.kind(source / name)
         if without(name):
@@ -171,7 +226,7 @@ def copy_other_files(source: Path, target: Path, *, without: Callable[[str], obj
             copy_other_files(source / name, target / name, without=lambda _: False)
         elif kind == "file":
             with (source / name).open("rb") as file:
-                write_file(storage, target / name, iter(lambda: file.read(_COPY_BYTES), b""))
+                write_file(target / name, iter(lambda: file.read(_COPY_BYTES), b""))
         else:
             warn(f"{source / name} is a link or a special file and was not copied")
     storage.sync_folder(target)

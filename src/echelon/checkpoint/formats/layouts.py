@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint import storage
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.manifest import MANIFEST
-from echelon.checkpoint.storage import LocalStorage
 from echelon.compat.constants import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
@@ -34,8 +34,7 @@ _NUMBERED = re.compile(r"checkpoint[-_]\d+")
 
 def layout_of(folder: Path) -> Layout | None:
     """Return the layout of ``folder``, or None if it is not a checkpoint."""
-    storage = LocalStorage()
-    folder = place_of(storage, folder)
+    folder = place_of(folder)
     if storage.kind(folder / MANIFEST) is not None:
         return "echelon"
     names = storage.entries(folder) if folder.is_dir() else []
@@ -55,7 +54,7 @@ def require_layout(folder: Path) -> Layout:
     """
     layout = layout_of(folder)
     if layout is None:
-        require_folder_or_nothing(LocalStorage(), folder)
+        require_folder_or_nothing(folder)
         if not folder.is_dir():
             raise UsageError(f"the folder {folder} does not exist", do="pass a checkpoint folder")
         inside = [folder / "checkpoints", folder]

@@ -13,15 +13,14 @@ import torch
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.progress import BarOpener, progress_bar
 from echelon.base.warnings import warn
+from echelon.checkpoint import storage
 from echelon.checkpoint.commit import discard
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.conversion import num_models_in, weights_beside
 from echelon.checkpoint.formats.layouts import require_layout, require_whole
 from echelon.checkpoint.formats.torch_files import load
 from echelon.checkpoint.formats.weight_files import read_model, weight_files, write_shards
-from echelon.checkpoint.listing import problems_of
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.stored_weights import PRECISIONS, weights_in, weights_of, write_weights
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -110,9 +109,9 @@ def merge_fsdp_weights(
         with made.open("rb+") as file:
             os.fsync(file.fileno())
         made.replace(target / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME))
-    LocalStorage().sync_folder(target)
+    storage.sync_folder(target)
     if remove_checkpoint_dir:
-        discard(LocalStorage(), source)
+        discard(source)
 
 
 def open_whole(source: Path, show: BarOpener) -> Checkpoint:
@@ -122,7 +121,7 @@ def open_whole(source: Path, show: BarOpener) -> Checkpoint:
         CheckpointError: the checkpoint is damaged; the error names the files.
     """
     checkpoint = Checkpoint(source)
-    problems = problems_of(checkpoint, show)
+    problems = checkpoint.problems(show=show)
     if problems:
         listing = "\n".join(f"    {problem}" for problem in problems)
         raise damaged(f"{source} is damaged\n{listing}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from echelon.checkpoint.formats.weight_files import plain_names
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix, rest_of_state, state_keys, state_name, state_values
 
-__all__ = ["named_states", "numbered_state", "rests_in"]
+__all__ = ["SavedStates", "named_states", "numbered_state", "rests_in"]
 
 # torch's key for the names of a group's parameters, which loading ignores.
 _PARAMETER_NAMES = "param_names"
@@ -35,14 +35,9 @@ def numbered_state(
     checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], index: int, rest: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the state dict of optimizer ``index`` in torch's format, given ``groups`` with parameter names and its ``rest``."""
-    names = [name for group in groups for name in group["params"]]
+    names = list(dict.fromkeys(name for group in groups for name in group["params"]))
     numbers = {name: number for number, name in enumerate(names)}
-    keys, values = state_keys(checkpoint, index, names), state_values(checkpoint, index)
-    state: dict[Any, Any] = {}
-    for name, number in numbers.items():
-        entries = {key: checkpoint.read(state_name(index, name, key)) for key in keys[name]} | values.get(name, {})
-        if entries:
-            state[number] = entries
+    state = dict(SavedStates(checkpoint, names, index, others=rest.get("state", {})))
     # An optimizer that was given named parameters has their names in the model.
     models = {match[0] for name in names if (match := _MODEL.match(name))}
     prefix = models.pop() if len(models) == 1 else ""
@@ -54,7 +49,34 @@ def numbered_state(
         }
         for group in groups
     ]
-    return {**rest, "state": {**rest.get("state", {}), **state}, "param_groups": numbered}
+    return {**rest, "state": state, "param_groups": numbered}
+
+
+class SavedStates(Mapping[Any, Any]):
+    """Per-parameter optimizer state by parameter number, read from the checkpoint on access, and state of no parameter."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Sequence[str], index: int, *, others: Mapping[Any, Any]) -> None:
+        self._checkpoint, self._names, self._index = checkpoint, names, index
+        self._keys = state_keys(checkpoint, index, names)
+        self._values = state_values(checkpoint, index)
+        self._numbers = [i for i, name in enumerate(names) if self._keys[name] or name in self._values]
+        self._others = others
+
+    def __getitem__(self, number: Any) -> Any:
+        if number in self._others:
+            return self._others[number]
+        name = self._names[number]
+        tensors = {key: self._checkpoint.read(state_name(self._index, name, key)) for key in self._keys[name]}
+        return tensors | self._values.get(name, {})
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._numbers or number in self._others
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._numbers, *self._others])
+
+    def __len__(self) -> int:
+        return len(self._numbers) + len(self._others)
 
 
 def named_states(

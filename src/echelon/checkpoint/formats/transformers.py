@@ -15,24 +15,22 @@ from echelon.base.errors import CheckpointError
 from echelon.base.progress import Progress
 from echelon.checkpoint.formats.conversion import (
     ImportedCheckpoint,
+    build_import,
     copy_other_files,
     custom_states_in,
     num_models_in,
     rank_objects_in,
-    read_models,
     training_objects_in,
 )
 from echelon.checkpoint.formats.layouts import TRAINER_STATE
-from echelon.checkpoint.formats.optimizer_states import named_states, numbered_state, rests_in
+from echelon.checkpoint.formats.optimizer_states import numbered_state, rests_in
 from echelon.checkpoint.formats.torch_files import load, read_all_ranks, refused_in, write_pickled
 from echelon.checkpoint.formats.weight_files import weight_files
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.save import Content
-from echelon.checkpoint.storage import LocalStorage
 from echelon.checkpoint.stored_weights import weights_of, write_weights
 from echelon.checkpoint.tensor_file import write_file
-from echelon.checkpoint.tensor_names import model_prefix, rest_of_state
+from echelon.checkpoint.tensor_names import model_prefix
 from echelon.checkpoint.typed_json import read_json
 from echelon.compat.constants import SCALER_NAME
 
@@ -229,42 +227,25 @@ def _write_trainer_state(folder: Path, progress: Mapping[str, Any]) -> None:
         # The next save of transformers accesses this entry.
         "stateful_callbacks": {"TrainerControl": {"args": {}, "attributes": {}}},
     }
-    write_file(LocalStorage(), folder / TRAINER_STATE, [(json.dumps(state, indent=2) + "\n").encode()])
+    write_file(folder / TRAINER_STATE, [(json.dumps(state, indent=2) + "\n").encode()])
 
 
 def import_transformers(folder: Path, *, parameters: Sequence[Sequence[str]] = ()) -> ImportedCheckpoint:
     """Read a checkpoint written by transformers' Trainer. The arguments are the same as for ``import_accelerate``."""
-    tensors, extras = read_models(folder)
     state = read_state(folder)
-    optimizers = [] if state.optimizer is None else [state.optimizer]
-    groups, values = named_states(folder, optimizers, tensors, parameters)
-    random = read_all_ranks(folder, _RANDOM)
     trainer = read_json(folder / TRAINER_STATE)
-    progress = Progress(epoch=int(trainer.get("epoch") or 0), step=int(trainer.get("global_step") or 0))
-    objects = {
-        "accelerator": {"step": 0, "num_models": len(extras)},
-        "extra_states": extras,
-        "optimizer_groups": groups,
-        **({"optimizer_rests": rests} if any(rests := [rest_of_state(state) for state in optimizers]) else {}),
-        "schedulers": [] if state.scheduler is None else [state.scheduler],
-        "scaler": state.scaler,
-        "orders": [],
-    }
-    ranks = [
-        {
-            "random": _with_accelerate_keys(states),
-            "positions": [],
-            "pass": None,
-            **({"optimizer_values": values} if rank == 0 and any(values) else {}),
-        }
-        for rank, states in enumerate(random)
-    ]
-    content = Content(
-        tensors=tensors,
-        objects=objects,
-        progress=progress.to_json(),
-        layout={"imported_from": "transformers", "world_size": len(random)},
+    weights = {path.name for path in weight_files(folder)}
+    return build_import(
+        folder,
+        "transformers",
+        optimizers=[] if state.optimizer is None else [state.optimizer],
+        parameters=parameters,
+        objects={
+            "schedulers": [] if state.scheduler is None else [state.scheduler],
+            "scaler": state.scaler,
+            "orders": [],
+        },
+        ranks=[{"random": _with_accelerate_keys(states)} for states in read_all_ranks(folder, _RANDOM)],
+        progress=Progress(epoch=int(trainer.get("epoch") or 0), step=int(trainer.get("global_step") or 0)).to_json(),
+        read=lambda name: name in weights or _IMPORTED.fullmatch(name),
     )
-    read = {path.name for path in weight_files(folder)}
-    read |= {path.name for path in folder.iterdir() if _IMPORTED.fullmatch(path.name)}
-    return ImportedCheckpoint(content=content, ranks=ranks, read=frozenset(read))

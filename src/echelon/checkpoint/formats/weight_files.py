@@ -31,6 +31,7 @@ __all__ = [
     "aliases_in",
     "aliases_of",
     "contiguous_copy",
+    "index_of",
     "plain_names",
     "read_model",
     "read_weights",
@@ -154,17 +155,22 @@ def write_shards(
     index = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
     if len(shards) > 1:
         left_out = aliases if safe_serialization else ()
-        content = {
-            "metadata": {"total_size": sum(_num_bytes(t) for name, t in state_dict.items() if name not in aliases)},
-            "weight_map": {n: file for file, names in files.items() for n in names if n not in left_out},
-        }
+        listed = {file: [name for name in names if name not in left_out] for file, names in files.items()}
+        num_bytes = sum(_num_bytes(t) for name, t in state_dict.items() if name not in aliases)
         aside = folder / f"{index}.tmp"
-        aside.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        aside.write_text(index_of(listed, num_bytes), encoding="utf-8")
         aside.replace(folder / index)
     earlier = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
     for path in list(folder.iterdir()):
         if (earlier.fullmatch(path.name) and path.name not in files) or (path.name == index and len(shards) == 1):
             path.unlink()
+
+
+def index_of(files: Mapping[str, Sequence[str]], num_bytes: int) -> str:
+    """Return the contents of the index in transformers' format, given the names of the tensors in each file."""
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def _cut(weights: Mapping[str, Any], aliases: Mapping[str, str], limit: int) -> list[list[str]]:

@@ -7,11 +7,11 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from echelon.accelerator.checkpoint.folders import checkpoints_in, problems_in, remove_checkpoints
-from echelon.accelerator.checkpoint.registry import checkpoint_format as format_of_environment
+from echelon.accelerator.checkpoint.folders import format_of_environment, problems_in
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
+from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.state import TrainerState
@@ -77,7 +77,7 @@ def checkpoint_format(args: TrainingArguments) -> str:
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
     """Return the newest valid checkpoint-N in ``folder``, or None; log every checkpoint that is skipped."""
-    for path in reversed(checkpoints_in(Path(folder), prefix=PREFIX)):
+    for path in reversed(numbered(Path(folder), prefix=PREFIX)):
         problems = problems_in(path)
         if not problems:
             return str(path)
@@ -102,7 +102,7 @@ def remove_surplus(folder: Path, *, limit: int | None, best: str | None, newest:
         return
     keep = {newest} | ({Path(best)} if best is not None else set())
     try:
-        remove_checkpoints(folder, prefix=PREFIX, limit=max(limit, len(keep)), keep=keep)
+        remove_oldest(folder, prefix=PREFIX, limit=max(limit, len(keep)), keep=keep)
     except OSError as error:
         warn(f"saved {newest}, but could not delete older checkpoints: {error}")
 
@@ -171,7 +171,7 @@ def remove_last_checkpoint(args: TrainingArguments, state: TrainerState, output_
     """Delete the last checkpoint if it is not the best one and ``save_total_limit=1`` kept it only for resuming."""
     best = state.best_model_checkpoint
     if args.should_save and best is not None and args.save_total_limit == 1:
-        remove_checkpoints(output_dir, prefix=PREFIX, limit=1, keep=[Path(best)])
+        remove_oldest(output_dir, prefix=PREFIX, limit=1, keep=[Path(best)])
 
 
 def best_folder(args: TrainingArguments, output_dir: Path, best: str) -> Path:

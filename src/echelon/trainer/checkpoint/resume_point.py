@@ -21,7 +21,6 @@ from echelon.accelerator.checkpoint.changed_data import (
     read_optional_json,
 )
 from echelon.accelerator.checkpoint.folders import (
-    folder_of,
     holds_model,
     holds_training,
     is_own_format,
@@ -34,6 +33,7 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
+from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.formats.transformers import (
     ECHELON_DATA,
     OPTIMIZER,
@@ -111,7 +111,7 @@ def find_checkpoint(
             raise CheckpointError(
                 f"{folder} {problem}", do=("load its weights into the model and start a new training run")
             )
-        return folder_of(folder)
+        return place_of(folder)
     found, skipped = newest_whole(accelerator.world, output_dir, prefix=PREFIX, usable=_no_training_in)
     reasons = "\n".join(f"    {path.name}: {why}" for path, why in skipped)
     if found is None and wanted is True:
@@ -127,7 +127,7 @@ def find_checkpoint(
         logger.warning("no checkpoint in %s: starting from scratch", output_dir)
     elif reasons:
         warn(f"resuming from {found}; newer checkpoints were skipped:\n{reasons}")
-    return None if found is None else folder_of(found)
+    return None if found is None else place_of(found)
 
 
 def _no_training_in(folder: Path) -> str | None:
