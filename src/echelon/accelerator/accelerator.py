@@ -45,8 +45,7 @@ from echelon.accelerator.profiling import ProfileKwargs, profile
 from echelon.accelerator.setup.build_session import build_session, dynamo_settings, resolve_settings
 from echelon.accelerator.state import AcceleratorState
 from echelon.accelerator.tracking import Tracking
-from echelon.accelerator.update.join_uneven import join_uneven_inputs
-from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, trigger_sync_in_backward
+from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, join_uneven_inputs, trigger_sync_in_backward
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.accelerator.update.update_policy import UpdatePolicy

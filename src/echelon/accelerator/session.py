@@ -36,7 +36,7 @@ from echelon.world.world import World
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
     from echelon.accelerator.update.live_check.live_check import LiveCheck
-    from echelon.engines.expert_parallel.routing_gap import RoutingGaps
+    from echelon.engines.expert_parallel.routers import RoutingGaps
     from echelon.engines.pipeline_parallel.pipeline import PipelineStages
 
 __all__ = ["Session"]

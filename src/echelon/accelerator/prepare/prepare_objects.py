@@ -38,7 +38,7 @@ from echelon.distributed.ddp.unused_parameters_warning import silence_unused_par
 from echelon.distributed.peer_responder import Watcher
 from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, DummyScheduler
 from echelon.engines.expert_parallel.moe import find_routers
-from echelon.engines.expert_parallel.routing_gap import RoutingGaps
+from echelon.engines.expert_parallel.routers import RoutingGaps, balance_over_ranks
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.world.world import World
 
@@ -277,8 +277,6 @@ def _prepare_experts(session: Session, models: Iterable[nn.Module]) -> None:
                 session.routing.watch(name, router)
         group = world.group or dist.group.WORLD
         if world.world_size > 1 and group is not None:
-            from echelon.engines.expert_parallel.balance import balance_over_ranks  # noqa: PLC0415 - only for such models
-
             balance_over_ranks(model, group, has_samples=lambda: not _is_padding(session))
 
 

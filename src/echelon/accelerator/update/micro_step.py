@@ -1,9 +1,9 @@
-"""Contexts for one micro-step: ``accumulate()``, ``no_sync()`` and ``trigger_sync_in_backward()``."""
+"""Contexts of a loop: ``accumulate()``, ``no_sync()``, ``trigger_sync_in_backward()`` and ``join_uneven_inputs()``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -13,9 +13,10 @@ from echelon.accelerator.session import Session
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.update.update_policy import UpdatePolicy
+from echelon.base.errors import UsageError
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = ["LocalBackward", "MicroStep", "trigger_sync_in_backward"]
+__all__ = ["LocalBackward", "MicroStep", "join_uneven_inputs", "trigger_sync_in_backward"]
 
 
 class MicroStep:
@@ -93,3 +94,43 @@ def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
         if any(inner is known for known in session.objects.models):
             return session.engine.sync_next_backward(inner)
     return nullcontext()
+
+
+# ---- ranks that run out of batches -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+    """Allow processes to run out of batches at different steps while others continue training.
+
+    Args:
+        joinables: prepared models (optimizers are not needed).
+        even_batches: ``even_batches`` of prepared loaders inside the block. None: unchanged.
+
+    Collective: enter on every process.
+
+    Raises:
+            UsageError: one of ``joinables`` was not prepared (checked on several processes).
+    """
+    objects, reading = session.objects, session.gradient_state.reading
+    prepared = [*objects.models, *objects.optimizers, *(optimizer.optimizer for optimizer in objects.optimizers)]
+    is_alone = session.data_world.world_size == 1
+    unknown = [one for one in joinables if not is_alone and all(one is not known for known in prepared)]
+    if unknown:
+        raise UsageError(
+            "join_uneven_inputs() got objects that were not prepared by this Accelerator: "
+            f"{', '.join(type(one).__name__ for one in unknown)}",
+            do="pass the models that prepare() returned",
+        )
+    before = [(loader, loader.even_batches) for loader in objects.loaders]
+    if even_batches is not None:
+        for loader in objects.loaders:
+            loader.even_batches = even_batches
+    reading.joined = session.capabilities.joins_uneven
+    try:
+        with session.engine.join([objects.engine_model(model) for model in joinables if isinstance(model, nn.Module)]):
+            yield
+    finally:
+        reading.joined = False
+        for loader, value in before:
+            loader.even_batches = value

@@ -12,6 +12,7 @@ from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.update.closures import Closures
 from echelon.accelerator.update.direct_backward import NO_STEP, DirectBackwardCheck
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
+from echelon.accelerator.views import view
 from echelon.base.errors import UsageError
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.record.recorder import recorder_of_process
@@ -81,32 +82,9 @@ class AcceleratedOptimizer(Optimizer):
         self.num_steps = 0
         """Number of steps taken, excluding steps that loss scaling skipped."""
 
-    @property
-    def state(self) -> Any:
-        """State of the wrapped optimizer."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> Any:
-        """Parameter groups of the wrapped optimizer."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: Any) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> Any:
-        """Defaults of the wrapped optimizer."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: Any) -> None:
-        self.optimizer.defaults = defaults
+    state: Any = view("optimizer.state", "State of the wrapped optimizer.", is_settable=True)
+    param_groups: Any = view("optimizer.param_groups", "Parameter groups of the wrapped optimizer.", is_settable=True)
+    defaults: Any = view("optimizer.defaults", "Defaults of the wrapped optimizer.", is_settable=True)
 
     def step(self, closure: Any = None) -> Any:
         """Take a step if the update is complete.

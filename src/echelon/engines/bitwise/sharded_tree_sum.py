@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 from echelon.base.errors import UsageError
 from echelon.data.global_batch_slices import Contribution
 from echelon.distributed.uncompiled import uncompiled
-from echelon.engines.bitwise.tree_sum import EarlierGradients, ReplicatedUpdate, ShardedUpdate, SumNode, top_of
+from echelon.engines.bitwise.tree_sum import (
+    EarlierGradients,
+    ReplicatedUpdate,
+    ShardedUpdate,
+    SumNode,
+    subtree_sum,
+    top_of,
+)
 from echelon.engines.param_groups import fsdp_groups
 
 __all__ = ["ShardedTreeSum"]
@@ -203,7 +210,7 @@ class _Scatter:
         if self._now.ends_update:
             found = dict(self._found)
             self._add(found, *self._last)
-            total = self._total(found, top_of(self._num_shards))
+            total = subtree_sum(found, top_of(self._num_shards))
             if total is not None:
                 output_tensor.copy_(total)
 
@@ -222,13 +229,6 @@ class _Scatter:
                     value = found.pop(node.sibling) + value
                 node = node.parent
             found[node] = value
-
-    def _total(self, found: dict[SumNode, torch.Tensor], node: SumNode) -> torch.Tensor | None:
-        """Return the sum at ``node``, or None if no batch shard used the unit."""
-        if node in found or not node.level:
-            return found.get(node)
-        left, right = (self._total(found, child) for child in node.children)
-        return left + right if left is not None and right is not None else left if right is None else right
 
 
 def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:

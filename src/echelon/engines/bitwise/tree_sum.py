@@ -25,6 +25,7 @@ __all__ = [
     "SumNode",
     "TreeSum",
     "roots_of",
+    "subtree_sum",
     "sum_by_segment",
     "top_of",
 ]
@@ -151,21 +152,21 @@ class TreeSum:
     def _exchange(self, mine: list[torch.Tensor]) -> torch.Tensor:
         """Compute the rest of the tree."""
         nodes = [node for roots in self._roots for node in roots]
-        return sum_by_segment(
-            mine,
-            counts=[len(roots) for roots in self._roots],
-            add=lambda rows: self._total(dict(zip(nodes, rows))),
-            group=self._group,
-        )
 
-    def _total(self, found: Mapping[SumNode, torch.Tensor]) -> torch.Tensor:
-        def total(node: SumNode) -> torch.Tensor:
-            if node in found:
-                return found[node]
-            left, right = node.children
-            return total(left) + total(right) if right.leaves.start < self._num_leaves else total(left)
+        def add(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+            total = subtree_sum(dict(zip(nodes, rows)), top_of(self._num_leaves))
+            assert total is not None, "every rank has a leaf"
+            return total
 
-        return total(top_of(self._num_leaves))
+        return sum_by_segment(mine, counts=[len(roots) for roots in self._roots], add=add, group=self._group)
+
+
+def subtree_sum(found: Mapping[SumNode, torch.Tensor], node: SumNode) -> torch.Tensor | None:
+    """Return the sum at ``node`` of the nodes in ``found``; None if there is none below it."""
+    if node in found or not node.level:
+        return found.get(node)
+    left, right = (subtree_sum(found, child) for child in node.children)
+    return left + right if left is not None and right is not None else left if right is None else right
 
 
 def sum_by_segment(
