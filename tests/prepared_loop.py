@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.tensor import DTensor
 
 from echelon import Accelerator
 from tests.reference import mean_square
 
-__all__ = ["share_of", "train_prepared", "weights_of"]
+__all__ = ["marked_line", "marked_lines", "share_of", "train_prepared", "weights_of"]
 
 
 def train_prepared(
@@ -50,9 +51,20 @@ def train_prepared(
 
 
 def weights_of(accelerator: Accelerator, model: Any) -> list[torch.Tensor]:
-    """Return copies of the parameters of a model whose parameters are whole on each rank."""
-    bare: nn.Module = accelerator.unwrap_model(model)
-    return [p.detach().clone() for p in bare.parameters()]
+    """Return copies of the whole parameters of a model. Collective if they are sharded."""
+    parameters = [p.detach() for p in accelerator.unwrap_model(model).parameters()]
+    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in parameters]
+
+
+def marked_line(file: str, mark: str = "STEP") -> str:
+    """Return ``name:number`` of the first line of ``file`` that ends with the comment ``mark``."""
+    return marked_lines(file, mark)[0]
+
+
+def marked_lines(file: str, mark: str) -> list[str]:
+    """Return ``name:number`` of the lines of ``file`` that end with the comment ``mark``."""
+    path = Path(file)
+    return [f"{path.name}:{i}" for i, line in enumerate(path.read_text().splitlines(), 1) if line.endswith(f"# {mark}")]
 
 
 def share_of(batch: torch.Tensor) -> torch.Tensor:

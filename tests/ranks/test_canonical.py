@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from echelon.data.global_batch_slices import shards_of
 from echelon.engines.bitwise import tree_sum as canonical
-from echelon.engines.bitwise.tree_sum import SumNode, TreeSum, roots_of
+from echelon.engines.bitwise.tree_sum import TreeSum
 from tests.harness import run_on_ranks
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -83,16 +83,3 @@ def test_the_test_data_depends_on_the_order_of_addition() -> None:
     assert tree is not None
     assert tree[0] is not None
     assert not torch.equal(in_order, tree[0])
-
-
-def test_every_leaf_belongs_to_one_root_of_one_rank() -> None:
-    for num_leaves in range(1, 20):
-        for world_size in range(1, num_leaves + 1):
-            seen = []
-            for rank in range(world_size):
-                leaves = shards_of(rank, world_size=world_size, num_shards=num_leaves)
-                roots = roots_of(leaves, num_leaves=num_leaves)
-                assert len(roots) <= 2 * num_leaves.bit_length()
-                seen += [leaf for root in roots for leaf in root.leaves if leaf < num_leaves]
-            assert seen == list(range(num_leaves))
-    assert roots_of(range(2, 5), num_leaves=8) == [SumNode(1, 1), SumNode(0, 4)]

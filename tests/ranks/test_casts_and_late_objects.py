@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from echelon.base.errors import UsageError
 from tests.harness import errors_on_ranks, run_on_ranks
+from tests.prepared_loop import train_prepared, weights_of
+from tests.reference import train_updates
 
 X = torch.arange(96.0).reshape(-1, 3).sin()
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "zero1"), (2, "fsdp2 stage 2"), (2, "fsdp2 stage 3")]
@@ -36,11 +37,6 @@ def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
     return (model(x) - 1).square().mean()  # type: ignore[no-any-return]
 
 
-def _weights(accelerator: Accelerator, model: Any) -> list[torch.Tensor]:
-    parameters = accelerator.unwrap_model(model).parameters()
-    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in map(torch.detach, parameters)]
-
-
 def _share(k: int) -> torch.Tensor:
     """Return this rank's part of the 4 samples of an update."""
     return X[4 * k : 4 * k + 4].chunk(dist.get_world_size())[dist.get_rank()]
@@ -48,15 +44,14 @@ def _share(k: int) -> torch.Tensor:
 
 def _plain(casts_after: int | None = None) -> list[torch.Tensor]:
     model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for k in range(6):
+
+    def loss_of(k: int) -> torch.Tensor:
         if k == casts_after:
             model.double()
-        optimizer.zero_grad()
-        x = X[4 * k : 4 * k + 4]
-        _loss(model, x if casts_after is None or k < casts_after else x.double()).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
+        return _loss(model, X[4 * k : 4 * k + 4].to(model[0].weight.dtype))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train_updates(model, loss_of, [[k] for k in range(6)], optimizer).weights
 
 
 def _expect(found: list[torch.Tensor], want: list[torch.Tensor]) -> None:
@@ -81,11 +76,8 @@ def _make_late(engine: str, looks: str) -> list[torch.Tensor]:
         with torch.no_grad():
             model(_share(0))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    for k in range(6):
-        accelerator.backward(_loss(model, _share(k)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return _weights(accelerator, model)
+    train_prepared(accelerator, model, optimizer, map(_share, range(6)), loss_of=lambda x: _loss(model, x))
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.parametrize("looks", ["forward", "backward", "no_grad"])
@@ -95,21 +87,17 @@ def test_an_optimizer_that_is_made_after_a_forward_pass_trains(layout: tuple[int
         _expect(found, _plain())
 
 
-def _make_late_and_unprepared() -> str:
+def _make_late_and_unprepared() -> None:
     accelerator = _accelerator("fsdp2 stage 2")
     model = accelerator.prepare(_model())
     model(_share(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator.backward(_loss(model, _share(0)))
-    try:
-        optimizer.step()
-    except UsageError as error:
-        return str(error)
-    return ""
+    optimizer.step()
 
 
 def test_an_unprepared_optimizer_of_unsharded_parameters_is_refused() -> None:
-    for text in run_on_ranks(_make_late_and_unprepared, world_size=2):
+    for text in errors_on_ranks(UsageError, _make_late_and_unprepared, world_size=2, num_errors=2):
         assert "holds 4 parameters that prepare() replaced with sharded ones" in text
         assert "optimizer = accelerator.prepare(optimizer)" in text
 
@@ -128,7 +116,7 @@ def _cast_after_prepare(engine: str, after: int) -> list[torch.Tensor]:
         accelerator.backward(_loss(model, x if k < after else x.double()))
         optimizer.step()
         optimizer.zero_grad()
-    return _weights(accelerator, model)
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.parametrize("after", [0, 2])
@@ -157,7 +145,7 @@ def _train_bf16_weights(engine: str, mode: str) -> tuple[list[str], float, str]:
             accelerator.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
-    (weight,) = _weights(accelerator, model)
+    (weight,) = weights_of(accelerator, model)
     told = [str(one.message) for one in caught if one.category.__name__ == "EchelonWarning"]
     return told, float(weight.float().mean()), str(weight.dtype)
 
@@ -191,24 +179,17 @@ def _train_static_graph(num_steps: int) -> list[torch.Tensor]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_steps, kwargs_handlers=[handler])
     model = _model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for k in range(8):
-        with accelerator.accumulate(model):
-            accelerator.backward(_loss(model, _share(k)))
-            optimizer.step()
-            optimizer.zero_grad()
-    return _weights(accelerator, model)
+    train_prepared(accelerator, model, optimizer, map(_share, range(8)), loss_of=lambda x: _loss(model, x))
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
 def test_a_static_graph_may_accumulate(num_steps: int) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in X.split(4 * num_steps):  # type: ignore[no-untyped-call]
-        optimizer.zero_grad()
-        _loss(model, x).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    plain = train_updates(model, lambda x: _loss(model, x), X.view(-1, 1, 4 * num_steps, 3), optimizer)
     for found in run_on_ranks(_train_static_graph, num_steps, world_size=2):
-        _expect(found, [p.detach() for p in model.parameters()])
+        _expect(found, plain.weights)
 
 
 # ---- a second Accelerator --------------------------------------------------------------------------------------------

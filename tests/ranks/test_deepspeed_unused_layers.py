@@ -18,7 +18,7 @@ from echelon.base.errors import UsageError
 from echelon.utils import DeepSpeedPlugin, GatheredParameters
 from tests.harness import run_on_ranks, shut_down
 from tests.prepared_loop import share_of
-from tests.reference import gaussian
+from tests.reference import gaussian, mean_square, train_updates
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.deepspeed
@@ -206,18 +206,23 @@ def _use_layers_in_orders(stage: int, orders: list[str]) -> Any:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_that_use_layers_in_different_orders_are_averaged_or_refused(stage: int) -> None:
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range([2, 2, 1, 0][stage]):  # those that are not refused
-        optimizer.zero_grad()
-        model(_batches()[0], LAYERS).square().mean().backward()
-        optimizer.step()
+    expected = _plain_loop([[_batches()[0]]] * [2, 2, 1, 0][stage])  # the updates that are not refused
     results = run_on_ranks(_use_layers_in_orders, stage, ["abc", "cab"], world_size=2)
     for said, _ in results:
         assert (stage < 2) == (said is None), said
         assert said is None or "used the model's layers in different orders" in said
-    for name, value in model.state_dict().items():  # float32, updates of about 0.05
-        torch.testing.assert_close(results[0][1][name], value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dict(results[0][1]), expected, rtol=1e-5, atol=1e-6)  # float32, updates of about 0.05
+
+
+def _plain_loop(updates: Any, *, also: bool = False) -> Any:
+    """Return the state after plain updates; ``also``: with a second loss of each batch."""
+    model = Branches()
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss = mean_square(model(x, LAYERS))
+        return loss + mean_square(model(2 * x, "ab")) if also else loss
+
+    return dict(train_updates(model, loss_of, updates, torch.optim.SGD(model.parameters(), lr=0.1)).state)
 
 
 def _train_alike(stage: int, offload: str = "none", zero: dict[str, Any] | None = None) -> Any:
@@ -231,14 +236,8 @@ def _train_alike(stage: int, offload: str = "none", zero: dict[str, Any] | None 
 
 
 def _require_plain_loop(found: dict[str, torch.Tensor]) -> None:
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in _batches():
-        optimizer.zero_grad()
-        model(x, LAYERS).square().mean().backward()
-        optimizer.step()
-    for name, value in model.state_dict().items():  # float32, updates of about 0.05
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    expected = _plain_loop([[x] for x in _batches()])
+    torch.testing.assert_close(dict(found), expected, rtol=1e-5, atol=1e-6)  # float32, updates of about 0.05
 
 
 def test_what_stage_3_left_in_the_process_of_one_rank_ends_with_its_group() -> None:
@@ -384,14 +383,6 @@ def _train_two_losses(stage: int, counts: bool) -> dict[str, torch.Tensor] | Non
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_of_two_losses_has_its_weight_once(stage: int, world_size: int, counts: bool) -> None:
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for window in (_batches()[:2], _batches()[2:3]):
-        optimizer.zero_grad()
-        for x in window:
-            loss = model(x, LAYERS).square().mean() + model(2 * x, "ab").square().mean()
-            (loss / len(window)).backward()
-        optimizer.step()
+    expected = _plain_loop([_batches()[:2], _batches()[2:3]], also=True)
     found = run_on_ranks(_train_two_losses, stage, counts, world_size=world_size)[0]
-    for name, value in model.state_dict().items():  # float32, updates of about 0.1
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dict(found), expected, rtol=1e-5, atol=1e-6)  # float32, updates of about 0.1

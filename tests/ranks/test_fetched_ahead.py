@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin
 from echelon.base.errors import UsageError
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import weights_of
+from tests.reference import train_updates
 
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "zero1"), (2, "fsdp2")]
 SIZE = 4  # samples of a micro-step, on all ranks together
@@ -41,11 +42,7 @@ def _plain(*windows: torch.Tensor) -> list[torch.Tensor]:
     """Return the weights after one update for each window, the samples of it."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in windows:
-        optimizer.zero_grad()
-        _loss(model, x).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
+    return train_updates(model, lambda x: _loss(model, x), [[x] for x in windows], optimizer).weights
 
 
 def _windows(num_micro_steps: int, num_epochs: int = 2) -> list[torch.Tensor]:
@@ -135,8 +132,7 @@ def _train(loop: Loop, engine: str, parity: str, num_micro_steps: int, size: int
                 num_updates += accelerator.sync_gradients
                 optimizer.step()
                 optimizer.zero_grad()
-    parameters = accelerator.unwrap_model(model).parameters()
-    return num_updates, [p.full_tensor() if isinstance(p, DTensor) else p for p in map(torch.detach, parameters)]
+    return num_updates, weights_of(accelerator, model)
 
 
 def _check(
@@ -185,14 +181,38 @@ def _refused(layout: tuple[int, str], loop: Loop, *args: Any) -> str:
     return str(errors[0])
 
 
-def test_a_window_of_copies_that_is_the_whole_pass_is_refused() -> None:
-    text = _refused((1, "single"), windows_of_copies, "off", 4, SIZE, 1, 4)
-    assert "accumulate() was entered again after the last batch of a loader" in text
+_AHEAD = "several batches were fetched before the first of them is trained"
+_AFTER_LAST = "accumulate() was entered again after the last batch of a loader"
 
 
-def test_a_pass_of_split_batches_that_ends_in_a_window_is_refused() -> None:
-    text = _refused((1, "single"), split_in_two, "off", 6, 2 * SIZE, 1, 4)
-    assert "the last update of this pass has only 2 of 4 micro-steps" in text
+@pytest.mark.parametrize(
+    ("layout", "loop", "arguments", "said"),
+    [
+        # parity, micro-steps, size of a batch, epochs, accumulation steps
+        ((1, "single"), windows_of_copies, ("off", 4, SIZE, 1, 4), _AFTER_LAST),  # the whole pass
+        ((1, "single"), split_in_two, ("off", 6, 2 * SIZE, 1, 4), "this pass has only 2 of 4 micro-steps"),
+        ((2, "ddp"), one_fetched_ahead, ("exact", 4, 5, 1, 1), _AHEAD),  # an uneven division
+        *(
+            (layout, copies_of_all, ("exact", 1, layout[0], 1, 4), _AFTER_LAST)
+            for layout in ((1, "single"), (2, "ddp"))
+        ),
+        *(  # a pass of fewer batches than a window
+            (layout, windows_fetched_ahead, ("exact", num, SIZE, 1, steps), _AHEAD)
+            for layout in ((1, "single"), (2, "ddp"))
+            for num in (2, 3)
+            for steps in (1, 4)
+        ),
+        *(  # updates of one micro-step: the weights may be right, but not update_loss() and the position of a checkpoint
+            (layout, loop, ("exact", 6, SIZE, 1, 1), _AHEAD)
+            for layout in ((1, "single"), (2, "ddp"), (2, "fsdp2"))
+            for loop in (windows_fetched_ahead, one_fetched_ahead, all_fetched_ahead)
+        ),
+    ],
+)
+def test_batches_that_cannot_be_assigned_to_their_updates_are_refused(
+    layout: tuple[int, str], loop: Loop, arguments: tuple[Any, ...], said: str
+) -> None:
+    assert said in _refused(layout, loop, *arguments)
 
 
 @pytest.mark.parametrize("parity", ["exact", "bitwise"])
@@ -203,7 +223,7 @@ def test_an_exact_update_of_micro_steps_that_were_fetched_ahead_is_refused(
 ) -> None:
     text = _refused(layout, loop, parity, 8, 4 * SIZE, 1, 4)
     if parity == "exact":
-        assert "several batches were fetched before the first of them is trained" in text
+        assert _AHEAD in text
 
 
 @pytest.mark.parametrize("loop", [looked_at_before, read_as_usual])
@@ -214,35 +234,6 @@ def test_exact_updates_of_batches_that_are_trained_at_once_are_not_refused(
 ) -> None:
     want = [*_data(num_micro_steps).split(SIZE)] * 2  # type: ignore[no-untyped-call]
     _check(layout, loop, want, num=num_micro_steps, size=SIZE, parity="exact")
-
-
-@pytest.mark.parametrize("loop", [windows_fetched_ahead, one_fetched_ahead, all_fetched_ahead])
-@pytest.mark.parametrize("layout", [(1, "single"), (2, "ddp"), (2, "fsdp2")])
-def test_exact_updates_of_one_micro_step_that_were_fetched_ahead_are_refused(
-    layout: tuple[int, str], loop: Loop
-) -> None:
-    """Their weights may be right, but not update_loss() and the position that a checkpoint stores."""
-    text = _refused(layout, loop, "exact", 6, SIZE, 1, 1)
-    assert "several batches were fetched before the first of them is trained" in text
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("num", [2, 3])
-def test_an_exact_pass_of_fewer_batches_than_a_window_that_was_fetched_ahead_is_refused(num: int, steps: int) -> None:
-    for layout in ((1, "single"), (2, "ddp")):
-        text = _refused(layout, windows_fetched_ahead, "exact", num, SIZE, 1, steps)
-        assert "several batches were fetched before the first of them is trained" in text
-
-
-def test_an_exact_pass_of_copies_that_was_fetched_ahead_is_refused() -> None:
-    for layout in ((1, "single"), (2, "ddp")):
-        text = _refused(layout, copies_of_all, "exact", 1, layout[0], 1, 4)
-        assert "accumulate() was entered again after the last batch of a loader" in text
-
-
-def test_an_unevenly_divided_exact_batch_that_was_fetched_ahead_is_refused() -> None:
-    text = _refused((2, "ddp"), one_fetched_ahead, "exact", 4, 5, 1, 1)
-    assert "several batches were fetched before the first of them is trained" in text
 
 
 def _one_batch(num_samples: int, count: bool, is_in_accumulate: bool = False) -> float:

@@ -14,6 +14,7 @@ from echelon import Accelerator
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.prepared_loop import marked_line
 from tests.reference import gaussian, mean_square, tanh_net, train_updates
 
 Result = tuple[list[torch.Tensor], list[tuple[str, str]], str]
@@ -66,11 +67,6 @@ def _train(form: str, options: dict[str, Any], batch_size: int, num_samples: int
     return [p.detach() for p in bare.parameters()], said, text
 
 
-def _line() -> str:
-    source = Path(__file__).read_text().splitlines()
-    return next(f"{Path(__file__).name}:{i}" for i, line in enumerate(source, 1) if line.endswith("# STEP"))
-
-
 def _plain() -> list[torch.Tensor]:
     model = tanh_net(6, 5, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -90,7 +86,7 @@ def test_gradients_that_were_assigned_are_averaged_and_told_once(form: str, engi
     assert silent == []
     assert "assigned" in said[0]
     assert "accelerator.backward(loss)" in said[0]
-    assert said[1] == _line()
+    assert said[1] == marked_line(__file__)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +104,7 @@ def test_losses_that_were_not_weighed_are_an_error(
     for _, _, text in run_on_ranks(_train, form, {**options, "seed": 0}, batch_size, num_samples, world_size=2):
         assert said in text
         assert "accelerator.backward(loss)" in text
-        assert _line() in text
+        assert marked_line(__file__) in text
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -116,7 +112,7 @@ def test_a_loss_that_was_not_divided_is_told_once(world_size: int) -> None:
     results = run_on_ranks(_train, "loss.backward()", {"gradient_accumulation_steps": 2}, 4, world_size=world_size)
     ((text, line),) = results[0][1]
     assert "did not divide their losses by gradient_accumulation_steps=2" in text
-    assert line == _line()
+    assert line == marked_line(__file__)
     assert all(said == [] for _, said, _ in results[1:])
 
 
@@ -125,7 +121,7 @@ def test_a_loop_of_which_only_the_loader_is_prepared_is_told_once() -> None:
     ((text, line),) = results[0][1]
     assert "accelerator.prepare(" in text
     assert "averages the gradients" in text
-    assert line == _line()
+    assert line == marked_line(__file__)
     assert results[1][1] == []
 
 

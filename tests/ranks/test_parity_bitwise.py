@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import (
@@ -28,6 +27,7 @@ from echelon.engines.fsdp.fsdp2 import FSDP2Engine
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.world.world import World
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import weights_of
 from tests.reference import evenly, mean_square, tanh_net, train_plainly
 
 STEPS = 20
@@ -117,11 +117,6 @@ def _accelerator(kind: str, layout: str | None, **options: Any) -> Accelerator:
     return Accelerator(parity="bitwise", engine="fsdp2", fsdp_plugin=plugin, seed=3, **options)
 
 
-def _weights(accelerator: Accelerator, model: nn.Module) -> list[torch.Tensor]:
-    parameters = [p.detach() for p in accelerator.unwrap_model(model).parameters()]
-    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in parameters]
-
-
 def _run(kind: str, layout: str | None) -> tuple[list[Any], list[float], list[float]]:
     """Return weights, losses and norms after 20 updates."""
     torch.manual_seed(0)
@@ -143,7 +138,7 @@ def _run(kind: str, layout: str | None) -> tuple[list[Any], list[float], list[fl
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 losses.append(accelerator.update_loss())
-    return _weights(accelerator, model), losses, norms
+    return weights_of(accelerator, model), losses, norms
 
 
 Layouts = list[tuple[int, str]]
@@ -218,7 +213,7 @@ def _weighted(weighted: bool, form: str, num_shards: int = 8, layout: str | None
                 optimizer.step()
                 if form != "zero_grad first":
                     optimizer.zero_grad()
-    return _weights(accelerator, model)
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.slow
@@ -268,7 +263,7 @@ def _partly_used(layout: str | None, clears: bool) -> list[torch.Tensor]:
             optimizer.step()
             if clears:
                 optimizer.zero_grad()
-    return _weights(accelerator, model)
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.parametrize("clears", [True, False])
@@ -338,7 +333,7 @@ def _dispatched(dispatch: bool) -> list[torch.Tensor]:
         accelerator.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    return _weights(accelerator, model)
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.parametrize("dispatch", [True, False])
@@ -377,7 +372,7 @@ def _of_padded_batches() -> tuple[list[int], list[torch.Tensor]]:
         accelerator.backward(loss, num_items=int(is_real.sum()))
         optimizer.step()
         optimizer.zero_grad()
-    return sorted(widths), _weights(accelerator, model)
+    return sorted(widths), weights_of(accelerator, model)
 
 
 def test_collated_batches_do_not_depend_on_the_number_of_processes() -> None:
@@ -409,7 +404,7 @@ def _part(folder: str, kind: str, number: int, last: int, layout: str | None) ->
             if accelerator.sync_gradients and accelerator.progress.step == stop:
                 accelerator.save_state(f"{folder}/{number}")
                 break
-    return _weights(accelerator, model)
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.slow
@@ -538,7 +533,7 @@ def _uncleared(layout: str, num_samples: int) -> list[torch.Tensor]:
             accelerator.backward(model(x).square().mean())
             for optimizer in optimizers:
                 optimizer.step()
-    return _weights(accelerator, model)
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

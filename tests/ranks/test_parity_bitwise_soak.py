@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 
 from echelon.base.warnings import EchelonWarning
 from tests.harness import RanksFailed, run_on_ranks
-from tests.ranks.test_parity_bitwise import MODELS, _accelerator, _data, _weights
+from tests.prepared_loop import weights_of
+from tests.ranks.test_parity_bitwise import MODELS, _accelerator, _data
 
 UPDATES = 11  # 125 samples are 4 to 11 updates an epoch
 
@@ -128,7 +129,7 @@ def _train(folder: str, run: Run, start: Start) -> list[torch.Tensor] | None:
                 accelerator.save_state(folder)
             if accelerator.progress.step == UPDATES:
                 break
-    return _weights(accelerator, model)
+    return weights_of(accelerator, model)
 
 
 @pytest.mark.soak

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import Accelerator
 from echelon.base.errors import UsageError
 from tests.harness import run_on_ranks
+from tests.reference import mean_square, train_updates
 
 X = torch.arange(64.0, dtype=torch.float64).reshape(32, 2).sin()
 
@@ -27,11 +28,7 @@ def _model() -> nn.Linear:
 def _plain(batches: list[torch.Tensor]) -> torch.Tensor:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in batches:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    return model.weight.detach()
+    return train_updates(model, lambda x: mean_square(model(x)), [[x] for x in batches], optimizer).weights[0]
 
 
 def _prepared(

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import Accelerator
 from echelon.base.errors import DesyncError
 from echelon.base.warnings import EchelonWarning
-from tests.harness import run_on_ranks
+from tests.harness import errors_on_ranks, run_on_ranks
 
 
 def _said(action: Any) -> list[str]:
@@ -74,17 +74,12 @@ def test_a_rank_with_different_initial_weights_is_named(where: str, name: str | 
         assert f"rank 2 differs in {name}." in said[0]
 
 
-def _other_model() -> str:
-    model = nn.Linear(3, 2 if dist.get_rank() == 0 else 4)
-    try:
-        Accelerator(parity="exact").prepare(model)
-    except DesyncError as error:
-        return str(error)
-    return "no error"
+def _other_model() -> None:
+    Accelerator(parity="exact").prepare(nn.Linear(3, 2 if dist.get_rank() == 0 else 4))
 
 
 def test_a_rank_with_another_model_is_an_error_on_all_ranks() -> None:
-    for text in run_on_ranks(_other_model, world_size=2):
+    for text in errors_on_ranks(DesyncError, _other_model, world_size=2, num_errors=2):
         assert "rank 1 prepares a different model than rank zero" in text
         assert "'weight torch.float32 [4, 3]'" in text
         assert "'weight torch.float32 [2, 3]'" in text
@@ -93,20 +88,16 @@ def test_a_rank_with_another_model_is_an_error_on_all_ranks() -> None:
 # ---- the data --------------------------------------------------------------------------------------------------------
 
 
-def _other_data(parity: str, sizes: dict[int, tuple[int, int]]) -> str:
+def _other_data(parity: str, sizes: dict[int, tuple[int, int]]) -> None:
     n, batch_size = sizes.get(dist.get_rank(), (10, 4))
-    try:
-        Accelerator(parity=parity).prepare(_numbers(n, batch_size, shuffle=True))
-    except DesyncError as error:
-        return str(error)
-    return "no error"
+    Accelerator(parity=parity).prepare(_numbers(n, batch_size, shuffle=True))
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
 def test_ranks_with_different_data_are_named_with_its_length(parity: str) -> None:
-    for text in run_on_ranks(_other_data, parity, {1: (9, 4)}, world_size=3):
+    for text in errors_on_ranks(DesyncError, _other_data, parity, {1: (9, 4)}, world_size=3, num_errors=3):
         assert "the dataset has rank 0: 10, rank 1: 9, rank 2: 10" in text
-    for text in run_on_ranks(_other_data, parity, {2: (10, 2)}, world_size=3):
+    for text in errors_on_ranks(DesyncError, _other_data, parity, {2: (10, 2)}, world_size=3, num_errors=3):
         assert "the batch size is rank 0: 4, rank 1: 4, rank 2: 2" in text
 
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin
 from echelon.utils import GradScalerKwargs
 from tests.harness import run_on_ranks
+from tests.prepared_loop import weights_of
+from tests.reference import train_updates
 
 SIZE = 4  # samples of a micro-step, on all ranks together
 X = torch.arange(16.0 * SIZE * 3, dtype=torch.float64).reshape(-1, 3).sin()
@@ -44,13 +45,9 @@ def _optimizer(model: Any) -> torch.optim.Optimizer:
 def _plain(*windows: range, seed: int = 0) -> list[torch.Tensor]:
     """Return the weights after one update for each window, a range of micro-steps."""
     model = _model(seed)
-    optimizer = _optimizer(model)
-    for window in windows:
-        optimizer.zero_grad()
-        for k in window:
-            (_loss(model, X[SIZE * k : SIZE * (k + 1)]) / len(window)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
+    return train_updates(
+        model, lambda k: _loss(model, X[SIZE * k : SIZE * (k + 1)]), windows, _optimizer(model)
+    ).weights
 
 
 class _Run:
@@ -97,10 +94,7 @@ class _Run:
                 break
 
     def weights(self) -> list[torch.Tensor]:
-        parameters = self.accelerator.unwrap_model(self.model).parameters()
-        return [
-            p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in map(torch.detach, parameters)
-        ]
+        return weights_of(self.accelerator, self.model)
 
 
 def _check(

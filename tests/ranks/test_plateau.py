@@ -15,6 +15,7 @@ from echelon import Accelerator
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import marked_line
 
 SAME = [[1.0, 1.0], [0.9, 0.9], [0.95, 0.95], [0.96, 0.96], [0.97, 0.97]]
 OWN = [[1.0, 2.0], [0.9, 3.0], [0.8, 1.0], [0.7, 2.5], [0.6, 2.6]]  # rank 0 alone would never reduce
@@ -66,11 +67,6 @@ def _train(
     return rates, said, text
 
 
-def _line() -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# STEP'))}"
-
-
 @pytest.mark.parametrize("options", [{}, {"step_scheduler_with_optimizer": False}, {"parity": "exact", "seed": 0}])
 @pytest.mark.parametrize("form", ["float", "tensor", "keyword"])
 def test_equal_metrics_step_once_as_in_a_plain_loop(form: str, options: dict[str, Any]) -> None:
@@ -92,14 +88,14 @@ def test_metrics_that_differ_are_averaged_with_one_warning(form: str) -> None:
     assert "rank 0: 1.0, rank 1: 2.0" in text
     assert "their mean, 1.5" in text
     assert "accelerator.reduce(metric, 'mean')" in text
-    assert line == _line() or form == "keyword"
+    assert line == marked_line(__file__) or form == "keyword"
 
 
 def test_metrics_that_differ_are_an_error_in_an_exact_mode() -> None:
     for _, said, text in run_on_ranks(_train, OWN, {"parity": "exact", "seed": 0}, "float", world_size=2):
         assert said == []
         assert "rank 0: 1.0, rank 1: 2.0" in text
-        assert _line() in text
+        assert marked_line(__file__) in text
 
 
 def test_a_step_on_one_rank_alone_is_named() -> None:

@@ -14,6 +14,7 @@ from echelon import Accelerator
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.prepared_loop import marked_line
 
 X = torch.arange(8.0).view(4, 2)
 DATA: dict[str, tuple[Any, str]] = {
@@ -52,16 +53,11 @@ def _prepare(kind: str, parity: str) -> tuple[list[tuple[str, str]], str, bool]:
     return said, text, is_same
 
 
-def _line() -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith('# PREPARE'))}"
-
-
 @pytest.mark.parametrize("kind", DATA)
 def test_data_that_is_no_loader_is_a_warning_on_several_processes(kind: str) -> None:
     first, second = run_on_ranks(_prepare, kind, "off", world_size=2)
     ((text, line),) = first[0]
-    assert line == _line()
+    assert line == marked_line(__file__, "PREPARE")
     assert f"argument 3 of prepare(), a {DATA[kind][1]}, unchanged: each of the 2 processes reads all of it" in text
     assert "pass a DataLoader" in text
     assert "do not pass this object to prepare()" in text
@@ -73,7 +69,7 @@ def test_data_that_is_no_loader_is_an_error_in_an_exact_mode() -> None:
     for said, text, _ in run_on_ranks(_prepare, "generator", "exact", world_size=2):
         assert said == []
         assert "argument 3 of prepare(), a generator, unchanged" in text
-        assert _line() in text
+        assert marked_line(__file__, "PREPARE") in text
 
 
 @pytest.mark.parametrize("kind", OTHER)

@@ -21,7 +21,7 @@ from echelon.base.warnings import EchelonWarning
 from echelon.distributed.checks import replica_drift
 from echelon.local_sgd import LocalSGD
 from tests.harness import errors_on_ranks, run_on_ranks
-from tests.reference import gaussian, mean_square, tanh_net
+from tests.reference import gaussian, mean_square, tanh_net, train_updates
 
 _DRIFT = "rank 0 and rank 1 have different values for"
 
@@ -270,9 +270,6 @@ def test_gradients_that_are_written_into_the_previous_tensors_are_averaged() -> 
     """Against a plain loop over whole batches: float64, SGD: 1e-12."""
     plain = tanh_net(6, 5, 1)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for x in _data().view(4, 8, 6):
-        optimizer.zero_grad()
-        mean_square(plain(x)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    expected = train_updates(plain, lambda x: mean_square(plain(x)), _data().view(4, 1, 8, 6), optimizer).weights
     for weights in run_on_ranks(_train_mixed, world_size=2):
-        torch.testing.assert_close(weights, [p.detach() for p in plain.parameters()], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon import Accelerator
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.prepared_loop import marked_lines
 
 FORMS = [("ddp", "inside no_sync"), ("ddp", "the bare module"), ("ddp", "an outer object"), ("fsdp2", "inside no_sync")]
 
@@ -73,11 +74,6 @@ def _backward(accelerator: Accelerator, loss: torch.Tensor, native: bool) -> Non
     loss.backward() if native else accelerator.backward(loss)
 
 
-def _lines() -> list[str]:
-    source = Path(__file__).read_text().splitlines()
-    return [f"{Path(__file__).name}:{i}" for i, line in enumerate(source, 1) if line.endswith("# LINE")]
-
-
 # The two ways of calling backward take turns.
 @pytest.mark.parametrize(
     ("native", "engine", "form"),
@@ -96,7 +92,7 @@ def test_an_unsynchronised_step_reduces_gradients_first(engine: str, form: str, 
     assert (more, silent) == ([], [])
     text, line = warned
     assert "did not synchronize gradients across ranks" in text
-    assert line in _lines()
+    assert line in marked_lines(__file__, "LINE")
 
 
 def _opted_out() -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from echelon import Accelerator
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.prepared_loop import marked_lines
 from tests.reference import gaussian, mean_square, tanh_net, train_updates
 
 STEPS, MICRO = 4, 2
@@ -55,11 +56,6 @@ def _ours(caught: list[warnings.WarningMessage]) -> Said:
 def _weights(accelerator: Accelerator, model: Any) -> list[torch.Tensor] | None:
     whole = accelerator.get_state_dict(model)
     return None if whole is None else [value.cpu() for value in whole.values()]
-
-
-def _lines(mark: str = "# LINE") -> list[str]:
-    source = Path(__file__).read_text().splitlines()
-    return [f"{Path(__file__).name}:{i}" for i, line in enumerate(source, 1) if line.endswith(mark)]
 
 
 def _never_prepared(engine: str, form: str) -> tuple[list[torch.Tensor] | None, Said]:
@@ -104,7 +100,7 @@ def test_gradients_are_averaged_first_and_the_line_is_named_once(engine: str, fo
     assert "window (2 micro-steps)" in text
     assert "averages" in text
     assert ("save_state() does not save its state" in text) is not is_inside
-    assert line in _lines()
+    assert line in marked_lines(__file__, "LINE")
 
 
 def test_a_step_within_an_update_of_one_process_warns() -> None:
@@ -115,7 +111,7 @@ def test_a_step_within_an_update_of_one_process_warns() -> None:
     ((text, line),) = said
     assert "its step() is not postponed to the end of the accumulation window (2 micro-steps)" in text
     assert "averaged" not in text
-    assert line in _lines()
+    assert line in marked_lines(__file__, "LINE")
 
 
 def _that_got_more_parameters() -> list[torch.Tensor]:
@@ -190,7 +186,7 @@ def test_uncorrectable_steps_are_errors_at_their_line(form: str, world_size: int
         assert "SGD" in text
         assert "do:" in text
         if form != "in the backward pass":
-            assert any(line in text for line in _lines("# REFUSED"))
+            assert any(line in text for line in marked_lines(__file__, "REFUSED"))
 
 
 # ---- what is right, and stays silent ------------------------------------------------------------------------------------
@@ -382,7 +378,7 @@ def _without_prepare(form: str) -> Said:
 def test_a_backward_pass_without_a_prepared_model_is_named_once() -> None:
     (said, *more), silent = run_on_ranks(_without_prepare, "bare", world_size=2)
     assert (more, silent) == ([], [])
-    assert said[1] in _lines("# BARE")
+    assert said[1] in marked_lines(__file__, "BARE")
     assert "Write model = accelerator.prepare(model)" in said[0]
 
 
@@ -409,10 +405,10 @@ def test_a_prepared_optimizer_of_an_unprepared_model_gives_one_true_warning(engi
     text, line = said[0]
     if engine == "fsdp2":
         assert "each process trains a separate model" in text
-        assert line in _lines("# ALONE")
+        assert line in marked_lines(__file__, "ALONE")
         assert not torch.equal(weights[0], others[0])
         return
-    assert line in _lines("# OPTIMIZER ONLY")
+    assert line in marked_lines(__file__, "OPTIMIZER ONLY")
     assert "averages their gradients across ranks at each step" in text
     assert text.endswith("model, optimizer = accelerator.prepare(model, optimizer)")
     expected = _plain(_batches(2).flatten(0, 3).view(-1, 1, 8, 6), torch.optim.SGD)
@@ -421,7 +417,7 @@ def test_a_prepared_optimizer_of_an_unprepared_model_gives_one_true_warning(engi
 
 def test_a_model_without_a_prepared_optimizer_is_named_beside_one_with_it() -> None:
     (_, said), _ = run_on_ranks(_only_optimizer_prepared, "ddp", "off", True, world_size=2)
-    assert [line in _lines("# ALONE") for _, line in said] == [True, False]
+    assert [line in marked_lines(__file__, "ALONE") for _, line in said] == [True, False]
     assert "Write second = accelerator.prepare(second)" in said[0][0]
 
 

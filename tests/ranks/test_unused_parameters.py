@@ -14,6 +14,8 @@ from echelon import Accelerator, DistributedDataParallelKwargs
 from echelon.base.errors import UsageError
 from echelon.trainer import Trainer, TrainingArguments
 from tests.harness import run_on_ranks
+from tests.prepared_loop import marked_line
+from tests.reference import mean_square, train_updates
 
 
 class _HalfUsed(nn.Module):
@@ -65,16 +67,7 @@ def _plain(batches: list[torch.Tensor], *, freezes: bool) -> list[torch.Tensor]:
     if freezes:
         model.second.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in batches:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
-
-
-def _line_of(mark: str) -> str:
-    lines = Path(__file__).read_text().splitlines()
-    return f"{Path(__file__).name}:{next(i for i, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
+    return train_updates(model, lambda x: mean_square(model(x)), [[x] for x in batches], optimizer).weights
 
 
 @pytest.mark.parametrize(
@@ -87,7 +80,7 @@ def test_unused_parameters_are_named_before_a_step_uses_the_others(how: str, eng
             "2 of the 3 trainable parameters received no gradient in the last backward pass: second.weight, second.bias"
             in text
         )
-        assert _line_of(mark) in text
+        assert marked_line(__file__, mark) in text
         assert "DistributedDataParallelKwargs(find_unused_parameters=True)" in text
         assert "ddp_find_unused_parameters=True" in text
         assert "requires_grad_(False)" in text

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import Function
 
 from echelon.base.errors import UsageError
-from echelon.engines.tensor_parallel.canonical_chunks import CanonicalChunks, add_in_tree
+from echelon.engines.tensor_parallel.canonical_chunks import CanonicalChunks
 from echelon.engines.tensor_parallel.chunked_tensor import RANDOM, ChunkedTensor
 
 
@@ -37,16 +37,6 @@ def _layout(num_chunks: int = 4, *, num_ranks: int = 1, rank: int = 0) -> Canoni
 def _activation(*, requires_grad: bool = False) -> ChunkedTensor:
     torch.manual_seed(1)
     return ChunkedTensor([torch.randn(3, 8, requires_grad=requires_grad) for _ in range(4)], _layout())
-
-
-def test_halves_are_summed_before_they_are_added() -> None:
-    a, b, c, d = (torch.tensor([x]) for x in (1e8, 1.0, -1e8, 1.0))
-    assert add_in_tree([a, b, c, d]).item() == 0.0  # (1e8 + 1) + (-1e8 + 1); one after the other: 1.0
-    assert ((a + b) + c + d).item() == 1.0
-
-
-def test_each_rank_has_neighbouring_chunks() -> None:
-    assert [list(_layout(8, num_ranks=4, rank=rank).own) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_a_negative_zero_becomes_positive_as_in_a_sum_over_ranks() -> None:
