@@ -82,39 +82,6 @@ def test_a_hidden_gather_is_counted() -> None:
     assert found["all_gather", ("dp_shard",)].calls == _formula(3, 1)["all_gather", ("dp_shard",)].calls + 1
 
 
-def _all_kinds() -> Counted:
-    # torch 2.13 has other names, and warns of the older ones.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    with CollectiveTraffic() as traffic:
-        dist.all_reduce(torch.zeros(3))
-        all_gather(torch.zeros(8), torch.zeros(2))
-        dist.all_gather([torch.zeros(2) for _ in range(4)], torch.zeros(2))
-        reduce_scatter(torch.zeros(2), torch.zeros(8))
-        dist.all_to_all_single(torch.zeros(4), torch.zeros(4))
-        dist.broadcast(torch.zeros(5), src=0)
-        if dist.get_rank() == 0:
-            dist.send(torch.zeros(7), 1)
-        if dist.get_rank() == 1:
-            dist.recv(torch.zeros(7), 0)
-    return traffic.by_axes(MeshLayout.of({"dp_shard": 4}, rank=dist.get_rank(), world_size=4))
-
-
-def test_each_kind_is_counted_with_its_bytes_on_gloo() -> None:
-    found = run_on_ranks(_all_kinds, world_size=4)
-    axes = ("dp_shard",)
-    expected: Counted = {
-        ("all_reduce", axes): Traffic(1, 12),
-        ("all_gather", axes): Traffic(2, 64),
-        ("reduce_scatter", axes): Traffic(1, 32),
-        ("all_to_all", axes): Traffic(1, 16),
-        ("broadcast", axes): Traffic(1, 20),
-    }
-    assert found[0] == {**expected, ("send", axes): Traffic(1, 28)}
-    assert found[1] == {**expected, ("recv", axes): Traffic(1, 28)}
-    assert found[2] == found[3] == expected
-
-
 _TOKENS, _WIDTH, _HIDDEN, _EXPERTS, _TOP_K, _LAYERS = 6, 8, 12, 8, 2, 2
 
 

@@ -199,7 +199,8 @@ def offload_weight(
         offload_folder: an existing folder.
         index: entries by name, changed in place; ``save_offload_index`` writes them.
     """
-    entries = write_file(Path(offload_folder) / _file_of(weight_name), {weight_name: unread(weight)}, {})
+    path = Path(offload_folder) / f"{quote(weight_name, safe='._-')}.safetensors"
+    entries = write_file(path, {weight_name: unread(weight)}, {})
     if index is not None:
         index.update(entries)
     return index
@@ -464,7 +465,3 @@ def _dtype_of(entry: Mapping[str, Any]) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise CheckpointError(f"the index contains an unknown dtype: {entry['dtype']!r}", do="use a newer torch")
     return found
-
-
-def _file_of(weight_name: str) -> str:
-    return quote(weight_name, safe="._-") + ".safetensors"

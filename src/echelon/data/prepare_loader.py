@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsShard, SupportsStateDict
 from echelon.base.warnings import UserLine, user_line
@@ -32,7 +33,7 @@ from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.presharded_source import PreshardedSource
 from echelon.distributed.checks.already_sharded import ExistingSharding, can_undo_sharding
 from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
-from echelon.distributed.checks.loader_agreement import LoaderAgreement, agree_on_loader, sharding_conflict
+from echelon.distributed.checks.loader_agreement import LoaderAgreement, agree_on_loader
 from echelon.world.world import World
 
 __all__ = ["prepare_loader"]
@@ -172,7 +173,12 @@ def _refuse_conflicts(
         what = "split_batches=True splits each batch, so each process would read only part of its shard"
     else:
         return
-    raise sharding_conflict(sharding, mode=what, line=line)
+    raise UsageError(
+        f"the loader is already sharded by {sharding.what}, and {what}",
+        where=str(line),
+        do="remove that sharding, so that echelon shards the loader (pass DataLoader(dataset, shuffle=True) or the whole "
+        "stream), or keep the sharding and remove this setting",
+    )
 
 
 def _order_check(

@@ -11,21 +11,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from echelon.base.errors import UsageError
 from echelon.base.optional import require
+from echelon.distributed.shard import options_of
 
-__all__ = ["FollowedBatches", "copy_loader", "has_own_reading", "options_of", "stateful_loader"]
-
-_KEPT = (
-    "collate_fn",
-    "generator",
-    "in_order",
-    "multiprocessing_context",
-    "num_workers",
-    "persistent_workers",
-    "pin_memory",
-    "prefetch_factor",
-    "timeout",
-    "worker_init_fn",
-)
+__all__ = ["FollowedBatches", "copy_loader", "has_own_reading", "stateful_loader"]
 
 
 def has_own_reading(loader: DataLoader[Any]) -> bool:
@@ -36,11 +24,6 @@ def has_own_reading(loader: DataLoader[Any]) -> bool:
         if "__iter__" in vars(kind):
             return True
     return False
-
-
-def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options of ``loader``, except its dataset and those that define its batches."""
-    return {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
 
 
 def copy_loader(loader: DataLoader[Any], dataset: Any, *, kind: Any, **choices: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from echelon.data.rebuild_loader import copy_loader, has_own_reading, options_of, stateful_loader
+from echelon.data.rebuild_loader import copy_loader, has_own_reading, stateful_loader
 from echelon.distributed.checks.already_sharded import set_epoch
+from echelon.distributed.shard import options_of
 
 __all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_in_plain_loader"]
 

@@ -33,7 +33,7 @@ from echelon.distributed.division import slice_range
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.structure import ignorant_find_batch_size
 
-__all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "shard"]
+__all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "options_of", "shard"]
 
 logger = get_logger(__name__)
 METRICS: Final = UngatheredMetricsCheck(
@@ -41,6 +41,18 @@ METRICS: Final = UngatheredMetricsCheck(
 )
 """The check that covers all loaders that ``shard()`` has returned in this process."""
 T = TypeVar("T")
+_KEPT = (
+    "collate_fn",
+    "generator",
+    "in_order",
+    "multiprocessing_context",
+    "num_workers",
+    "persistent_workers",
+    "pin_memory",
+    "prefetch_factor",
+    "timeout",
+    "worker_init_fn",
+)
 
 
 def shard(
@@ -319,16 +331,7 @@ class ShardedLoader(DataLoader[T]):
         super().__init__(
             loader.dataset,
             **_batching_options(loader, batch_sampler),
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-            in_order=loader.in_order,
+            **options_of(loader),
         )
         # DataLoader sets an unused SequentialSampler and forbids assignment, but `loader.sampler.set_epoch(epoch)`, as in
         # DistributedSampler tutorials, must work.
@@ -372,6 +375,11 @@ class ShardedLoader(DataLoader[T]):
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return batches
         return _track_pass(batches if first_pass is None else _compare_first_pass(batches, first_pass), self._access)
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the options of ``loader``, except its dataset and those that define its batches."""
+    return {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
 
 
 def _batching_options(loader: DataLoader[Any], batches: ShardedBatchSampler | PreshardedBatches) -> dict[str, Any]:

@@ -291,7 +291,7 @@ class _DrawnOrder(GlobalOrder):
         for batch in self._order.batches:
             update = range(position, position + len(batch))
             position = update.stop
-            if num_samples >= 0 and _are_integers(batch):
+            if num_samples >= 0 and all(type(index) is int for index in batch):
                 _check_indices(batch, num_samples)
                 if not self._may_repeat:
                     num_repeated += len(batch) - len(set(batch)) + int(seen[list(set(batch))].sum())
@@ -317,10 +317,6 @@ class _DrawnOrder(GlobalOrder):
 
     def pin(self, state: dict[str, Any] | None) -> None:
         self._order.pin(state)
-
-
-def _are_integers(batch: Sequence[Any]) -> bool:
-    return all(type(index) is int for index in batch)
 
 
 def _check_indices(batch: Sequence[int], num_samples: int) -> None:

@@ -78,7 +78,10 @@ class FeistelPermutation(Permutation):
                 do="split the dataset into parts and shuffle each part",
             )
         self._keys = [np.uint64(key_of(seed, epoch, n, number)) for number in range(_ROUNDS)]
-        self._order = torch.from_numpy(_sorted_by_hash(n, self._keys[0])) if n <= _EXPLICIT_UP_TO else None
+        self._order: torch.Tensor | None = None
+        if n <= _EXPLICIT_UP_TO:
+            hashes = _mix(np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + self._keys[0])
+            self._order = torch.from_numpy(np.argsort(hashes, kind="stable").astype(np.int32))
 
     def indices(self, positions: torch.Tensor | range) -> torch.Tensor:
         inside = _checked(positions, self._n)
@@ -139,8 +142,3 @@ def _mix(words: _Words) -> _Words:
     words *= np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
     return words
-
-
-def _sorted_by_hash(n: int, key: np.uint64) -> npt.NDArray[np.int32]:
-    counters = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
-    return np.argsort(_mix(counters), kind="stable").astype(np.int32)

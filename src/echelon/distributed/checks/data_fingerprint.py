@@ -68,9 +68,9 @@ def column_fingerprints(dataset: Any) -> dict[str, ColumnFingerprint]:
     num_samples = length_of(dataset)
     found: dict[str, ColumnFingerprint] = {}
     for name, column, length in _columns(dataset, num_samples, "", 0)[:_MAX_COLUMNS]:
-        fingerprint = _fingerprint_items(
-            [column(place) for place in _places(length)], is_drawn=name.endswith("indices")
-        )
+        number = min(length, _NUM_PLACES)
+        items = [column(place * (length - 1) // max(number - 1, 1)) for place in range(number)]
+        fingerprint = _fingerprint_items(items, is_drawn=name.endswith("indices"))
         if fingerprint is not None:
             found[name] = fingerprint
     return found
@@ -232,11 +232,6 @@ def _item_of(data: Any) -> _Column:
         return lambda place: data[place]
     frame = data.iloc
     return lambda place: list(frame[place]) if data.ndim > 1 else frame[place]
-
-
-def _places(length: int) -> list[int]:
-    number = min(length, _NUM_PLACES)
-    return [place * (length - 1) // max(number - 1, 1) for place in range(number)]
 
 
 # ---- plain data ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from echelon.base.errors import DesyncError, UsageError
+from echelon.base.errors import DesyncError
 from echelon.base.lengths import length_of
 from echelon.base.warnings import UserLine, warn
 from echelon.distributed.checks.already_sharded import (
@@ -29,7 +29,7 @@ from echelon.distributed.checks.data_fingerprint import (
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
-__all__ = ["LoaderAgreement", "LoaderFacts", "agree_on_loader", "gather_loader_facts", "sharding_conflict"]
+__all__ = ["LoaderAgreement", "LoaderFacts", "agree_on_loader", "gather_loader_facts"]
 
 _BOTH_WAYS = (
     "give every rank the whole dataset, so that echelon shards it, or declare that each rank has its own shard, with "
@@ -233,12 +233,8 @@ def _compare_data(
 
 def _require_equal(numbers: list[int], what: str, *, do: str) -> None:
     if len(set(numbers)) > 1:
-        named = ", ".join(f"rank {rank}: {_number(number)}" for rank, number in enumerate(numbers))
+        named = ", ".join(f"rank {rank}: {'unknown' if number < 0 else number}" for rank, number in enumerate(numbers))
         raise DesyncError(f"the ranks have different data: the {what} {named}", where="prepare(DataLoader)", do=do)
-
-
-def _number(number: int) -> str:
-    return "unknown" if number < 0 else str(number)
 
 
 def _report_different_data(kind: str, *, is_exact: bool, line: UserLine) -> None:
@@ -260,13 +256,3 @@ def _decode(text: bytes) -> LoaderFacts:
     plain["sharding"] = None if plain["sharding"] is None else ExistingSharding(**plain["sharding"])
     plain["columns"] = {name: ColumnFingerprint(**column) for name, column in plain["columns"].items()}
     return LoaderFacts(**plain)
-
-
-def sharding_conflict(sharding: ExistingSharding, *, mode: str, line: UserLine) -> UsageError:
-    """Return the error for an already sharded loader in a mode that does not support one."""
-    return UsageError(
-        f"the loader is already sharded by {sharding.what}, and {mode}",
-        where=str(line),
-        do="remove that sharding, so that echelon shards the loader (pass DataLoader(dataset, shuffle=True) or the whole "
-        "stream), or keep the sharding and remove this setting",
-    )
