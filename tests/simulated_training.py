@@ -85,8 +85,6 @@ class Rank:
     states: dict[str, dict[str, torch.Tensor]]
     buffers: dict[str, torch.Tensor]
     average: dict[str, torch.Tensor]
-    previous: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Reduced gradients of the previous update."""
     old: dict[str, torch.Tensor] = field(default_factory=dict)
     """Gradients that the previous step used."""
     steps: int = 0
@@ -113,18 +111,13 @@ class Simulation:
             else torch.ones(setting.num_samples)
         )
         self.noise = torch.Generator().manual_seed((setting.perturbation + 1) // 2)
-        self.ranks = [self._initial(rank) for rank in range(setting.world_size)]
+        self.ranks = [self._initial() for _ in range(setting.world_size)]
 
     # state ---------------------------------------------------------------------------------------------------------------------
 
-    def _initial(self, rank: int) -> Rank:
+    def _initial(self) -> Rank:
         s = self.setting
-        seed = s.seed + 1
-        if s.fault == "rank-dependent initial weights":
-            seed += rank
-        if s.fault == "other initial weights":
-            seed += 7
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(s.seed + (8 if s.fault == "other initial weights" else 1))
         w = s.width
         shapes = {"embedding.weight": (16, w), "norm.weight": (w,), "first.weight": (2 * w, w), "first.bias": (2 * w,)}
         shapes |= {"second.weight": (w, 2 * w), "unused.weight": (w, w), "third.bias": (1,)}
@@ -142,8 +135,6 @@ class Simulation:
             "norm.running_mean": torch.zeros(w, dtype=s.dtype),
             "norm.num_batches_tracked": torch.zeros((), dtype=torch.int64),
         }
-        if s.fault == "unequal buffers at the beginning":
-            buffers["norm.running_mean"] += rank
         return Rank(weights, states, buffers, {name: one.clone() for name, one in weights.items()})
 
     def _signs(self, value: torch.Tensor) -> torch.Tensor:
@@ -152,30 +143,21 @@ class Simulation:
 
     # data ----------------------------------------------------------------------------------------------------------------------
 
-    def order(self, epoch: int, rank: int = 0) -> list[int]:
-        s = self.setting
-        seed = 1000 * s.seed + epoch
-        if s.fault == "no set_epoch":
-            seed = 1000 * s.seed
-        if s.fault == "own shuffle of each rank":
-            seed += 17 * rank
-        if s.fault == "other order":
-            seed += 23
-        return torch.randperm(s.num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+    def order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(1000 * self.setting.seed + epoch)
+        return torch.randperm(self.setting.num_samples, generator=generator).tolist()
 
     def samples(self, update: int, micro_step: int, rank: int) -> list[int]:
         s = self.setting
         size = s.batch_size * s.world_size
-        if s.has("shifted by an update", update):
-            update += 1
         place = (update * s.num_micro_steps + micro_step) * size
         if s.has("shifted by a micro-batch", update):
             place += s.batch_size
         if s.has("sharded twice", update):
             place = ((update * s.num_micro_steps + micro_step) * s.world_size) * size
         epoch, place = divmod(place, s.num_samples)
-        order = self.order(epoch, rank)
-        whole = (order[place:] + self.order(epoch + 1, rank))[
+        order = self.order(epoch)
+        whole = (order[place:] + self.order(epoch + 1))[
             : size * (s.world_size if s.has("sharded twice", update) else 1)
         ]
         own = whole[rank :: s.world_size]
@@ -183,16 +165,9 @@ class Simulation:
             own = own[:: s.world_size]
         if s.has("same samples", update):
             own = whole[: s.batch_size]
-        if s.has("padded", update) and rank == s.world_size - 1:
-            own = [*own, order[0]]
         if s.has("left out", update) and rank == s.world_size - 1:
             own = own[:-1]
-        if s.fault == "unequal batches" and update >= s.at:
-            own = _unequal(whole, rank, s.world_size)
         return own
-
-    def num_micro_steps(self, update: int) -> int:
-        return self.setting.num_micro_steps - (1 if self.setting.has("window too short", update) else 0)
 
     def row(self, sample: int) -> Row:
         shift = 1 << 40 if self.setting.fault == "augmented" else 0
@@ -207,8 +182,6 @@ class Simulation:
                 RecordedProcess(
                     rank=rank,
                     world_size=s.world_size,
-                    script="train.py",
-                    arguments=[],
                     dtype="float64" if s.dtype is torch.float64 else "own",
                     batch_factor=1,
                     first_update=s.first_update,
@@ -227,7 +200,7 @@ class Simulation:
                         tied={"head.weight": "embedding.weight"} if index == 0 else {},
                         buffers=list(self.ranks[rank].buffers) if index == 0 else [],
                         module_classes={
-                            "norm": "BatchNorm1d" if s.fault == "statistics per rank" else "SyncBatchNorm",
+                            "norm": "SyncBatchNorm",
                             "first": "Linear",
                             "drop": "Dropout",
                         },
@@ -249,37 +222,26 @@ class Simulation:
         s = self.setting
         local: list[dict[str, torch.Tensor]] = [{} for _ in self.ranks]
         last: list[dict[str, torch.Tensor]] = [{} for _ in self.ranks]
-        steps = self.num_micro_steps(update)
+        steps = s.num_micro_steps
         chosen = [[self.samples(update, m, rank) for m in range(steps)] for rank in range(s.world_size)]
         total = sum(float(self.items[one].sum()) for rows in chosen for one in rows)
         for micro_step in range(steps):
             statistics = self._statistics([rows[micro_step] for rows in chosen])
             for rank, state in enumerate(self.ranks):
                 rows = chosen[rank][micro_step]
-                own = self._statistics([rows]) if s.has("statistics per rank", update) else statistics
-                gradients = self._backward(update, micro_step, rank, rows, own, total, steps)
-                if s.has("micro-steps lost", update):
-                    local[rank] = {}
+                gradients = self._backward(update, micro_step, rank, rows, statistics, total, steps)
                 for name, value in gradients.items():
                     local[rank][name] = local[rank][name] + value if name in local[rank] else value
                 last[rank] = gradients
-                if not (s.has("stale buffers", update) or (s.has("unequal buffers", update) and rank)):
-                    state.buffers["norm.running_mean"] = 0.9 * state.buffers["norm.running_mean"] + 0.1 * own[0].to(
-                        s.dtype
-                    )
+                if not s.has("stale buffers", update):
+                    mean = state.buffers["norm.running_mean"]
+                    state.buffers["norm.running_mean"] = 0.9 * mean + 0.1 * statistics[0].to(s.dtype)
                 state.buffers["norm.num_batches_tracked"] = state.buffers["norm.num_batches_tracked"] + 1
-        if s.has("clip before reduce", update):
-            # A recorder takes the gradients for reduced ones when clipping begins.
-            self._gradient_events("reduced", update, steps, local)
-            self._clip(update, local, steps)
-            reduced = self._reduced(update, local, last)
+        reduced = self._reduced(update, local, last)
+        self._gradient_events("reduced", update, steps, reduced)
+        if s.max_norm is not None:
+            self._clip(update, reduced, steps)
             self._gradient_events("clipped", update, steps, reduced)
-        else:
-            reduced = self._reduced(update, local, last)
-            self._gradient_events("reduced", update, steps, reduced)
-            if s.max_norm is not None and not s.has("not clipped", update):
-                self._clip(update, reduced, steps)
-                self._gradient_events("clipped", update, steps, reduced)
         for rank, gradients in enumerate(reduced):
             self._step(update, rank, gradients)
         self._close(update)
@@ -305,10 +267,6 @@ class Simulation:
         s, events, state = self.setting, self.events[rank], self.ranks[rank]
         self._data_events(update, micro_step, rank, rows)
         weights = {name: one.detach().requires_grad_() for name, one in state.weights.items()}
-        if s.has("low precision", update):
-            weights = {name: one.to(torch.bfloat16).to(s.dtype) for name, one in weights.items()}
-            for one in weights.values():
-                one.retain_grad()
         mean, variance = statistics
         normed = (self._embedded(rows, weights) - mean) / (variance + 0.1).sqrt() * weights["norm.weight"]
         first = normed @ weights["first.weight"].T + weights["first.bias"]
@@ -320,8 +278,7 @@ class Simulation:
         out = active @ weights["second.weight"].T + weights["third.bias"]
         if not s.has("unused on a rank", update) or rank == 0:
             out = out + normed @ weights["unused.weight"]
-        tied = weights["embedding.weight"].detach() if s.has("tied not summed", update) else weights["embedding.weight"]
-        logits = out @ tied.T
+        logits = out @ weights["embedding.weight"].T
         for module, value in (("norm", normed), ("first", first), ("", logits)):
             self._forward_event(update, micro_step, rank, module, value)
         labels = (self.targets[rows].abs().sum(1) * 100).long() % 16
@@ -329,10 +286,9 @@ class Simulation:
         items = self.items[rows].to(s.dtype)
         mean_loss = (losses * items).sum() / items.sum()
         loss = mean_loss * float(items.sum()) / total * s.world_size * steps
-        if s.fault in ("averaged per rank", "unequal batches") and update >= s.at:
+        if s.has("averaged per rank", update):
             loss = mean_loss
-        factors = {"loss times W": s.world_size, "not divided": steps, "divided twice": 1 / steps, "other scale": 3.7}
-        loss = loss / steps * (factors.get(s.fault, 1) if update >= s.at else 1)
+        loss = loss / steps * (steps if s.has("not divided", update) else 1)
         events.append(
             Loss(
                 update=update,
@@ -364,11 +320,7 @@ class Simulation:
         state = 1_000_000 * (rank + 1) + 1000 * (update + (micro_step > 0))
         if s.has("equal generators", update):
             state -= 1_000_000 * rank
-        if s.has("repeated generator", update):
-            state = 1_000_000 * (rank + 1) + micro_step
-        if s.fault == "generators not restored" and s.first_update:
-            state += 500
-        events.append(Rng(update=update, micro_step=micro_step, torch=state, python=0, numpy=0, draws_masks=True))
+        events.append(Rng(update=update, micro_step=micro_step, torch=state, draws_masks=True))
 
     def _forward_event(self, update: int, micro_step: int, rank: int, module: str, value: torch.Tensor) -> None:
         size = value.shape[1]
@@ -399,27 +351,17 @@ class Simulation:
             mean[name] = torch.stack(values).sum(0) / size
             if s.has("reduced in bfloat16", update):
                 mean[name] = mean[name].to(torch.bfloat16).to(s.dtype)
-        factors = {"summed": size, "averaged twice": 1 / size}
-        mean = {name: one * (factors.get(s.fault, 1.0) if update >= s.at else 1.0) for name, one in mean.items()}
-        if s.has("only one rank", update):
-            mean = dict(local[0])
+        mean = {name: one * (size if s.has("summed", update) else 1.0) for name, one in mean.items()}
         result = [dict(mean) for _ in self.ranks]
         for rank, gradients in enumerate(result):
             if s.has("not reduced", update):
                 gradients.update(local[rank])
-            if s.has("one tensor not reduced", update):
-                gradients["first.bias"] = local[rank]["first.bias"]
             if s.has("only the last reduced", update):
                 for name in gradients:
                     average = torch.stack([one[name] for one in last]).sum(0) / size
                     gradients[name] = local[rank][name] - last[rank][name] + average
-            if s.has("changed after reduction", update) and rank == 1:
-                gradients["first.weight"] = gradients["first.weight"] * 1.001
             if s.has("changed on all ranks", update):
                 gradients["first.weight"] = gradients["first.weight"] * (1 + 1e-4)
-            if s.has("not cleared", update) and self.ranks[rank].previous:
-                for name in gradients:
-                    gradients[name] = gradients[name] + self.ranks[rank].previous[name]
             if s.has("missing gradient", update):
                 gradients["first.bias"] = torch.zeros_like(gradients["first.bias"])
         return result
@@ -428,50 +370,32 @@ class Simulation:
         s = self.setting
         assert s.max_norm is not None
         for rank, one in enumerate(gradients):
-            self.ranks[rank].previous = dict(one)
             squares = [self._parts(value, rank) for value in one.values()]
             norm = (
                 float(torch.stack([square.square().sum() for square in squares]).sum().sqrt())
                 if s.has("norm of a shard", update)
                 else float(torch.stack([value.norm() for value in one.values()]).norm())
             )
-            norm *= 1024 if s.has("clipped while scaled", update) else 1
-            bound = s.max_norm * (s.world_size if s.has("other threshold", update) else 1)
-            factor = 1.0 if s.has("not multiplied", update) else min(1.0, bound / (norm + 1e-6))
+            factor = min(1.0, s.max_norm / (norm + 1e-6))
             for name in one:
                 one[name] = one[name] * factor
-            self.events[rank].append(Clip(update=update, micro_step=steps, norm=norm, max_norm=bound, line=LINE))
+            self.events[rank].append(Clip(update=update, micro_step=steps, norm=norm, max_norm=s.max_norm, line=LINE))
 
     def _parts(self, value: torch.Tensor, rank: int) -> torch.Tensor:
         flat = value.reshape(-1)
         size = -(-flat.numel() // self.setting.world_size)
         return flat[rank * size : (rank + 1) * size]
 
-    def rate(self, update: int, rank: int) -> float:
+    def rate(self, update: int) -> float:
         s = self.setting
-        step = update
-        if s.has("scheduler steps W times", update):
-            step = s.world_size * update
-        if s.has("schedule behind", update):
-            step = update - 1
-        factor = 1 / (1 + 0.1 * step) if s.schedule else 1.0
-        factor *= s.world_size if s.has("rate times W", update) else 1
-        factor *= 1 + 0.1 * rank if s.has("rates differ", update) else 1
-        return s.lr * factor
+        step = update * (s.world_size if s.has("scheduler steps W times", update) else 1)
+        return s.lr / (1 + 0.1 * step) if s.schedule else s.lr
 
     def _step(self, update: int, rank: int, gradients: dict[str, torch.Tensor]) -> None:
         s, state = self.setting, self.ranks[rank]
-        lr = self.rate(update, rank)
-        left_out = (
-            "first.bias"
-            if s.has("parameter left out", update)
-            else "second.weight"
-            if s.has("silently left out", update)
-            else ""
-        )
-        decay = 0.1 if s.has("other settings", update) else 0.01
+        lr, decay = self.rate(update), 0.01
         skipped = s.has("skipped on a rank", update) and rank == s.world_size - 1
-        groups = {f"0:{name}": 0 for name in NAMES if not (s.has("parameter left out", update) and name == left_out)}
+        groups = {f"0:{name}": 0 for name in NAMES}
         settings = [{"weight_decay": decay, "betas": [0.9, 0.999], "momentum": 0.9}]
         self.events[rank].append(
             OptimizerStep(
@@ -485,8 +409,6 @@ class Simulation:
                 line=LINE,
             )
         )
-        if s.has("average before the step", update):
-            self._average(state)
         errors = dict(s.gradient_errors) if s.perturbation else {}
         gradients = {
             name: one + self._signs(one) * errors.get(f"0:{name}", 0.0) * one.norm() / one.numel() ** 0.5
@@ -495,11 +417,10 @@ class Simulation:
         old, state.old = state.old, dict(gradients)
         if s.has("old gradients", update) and old:
             gradients = old
-        for _ in range(2 if s.has("two steps", update) else 0 if skipped else 1):
+        if not skipped:
             state.steps += s.world_size if s.has("steps counted W times", update) else 1
             for name, gradient in gradients.items():
-                if name != left_out:
-                    self._step_tensor(state, name, gradient, lr, 0.1 if s.has("silent decay", update) else decay)
+                self._step_tensor(state, name, gradient, lr, 0.1 if s.has("silent decay", update) else decay)
         if s.has("swapped states", update):
             a, b = state.states["first.weight"], state.states["second.weight"]
             a["exp_avg"], b["exp_avg"] = (
@@ -508,8 +429,7 @@ class Simulation:
             )
         if s.has("drift", update) and rank == 1:
             state.weights["first.weight"] = state.weights["first.weight"] * (1 + 2.0**-20)
-        if not s.has("average before the step", update):
-            self._average(state)
+        self._average(state)
 
     def _step_tensor(self, state: Rank, name: str, gradient: torch.Tensor, lr: float, decay: float) -> None:
         weight, own = state.weights[name], state.states[name]
@@ -554,8 +474,6 @@ class Simulation:
 
     def _gradient_events(self, stage: str, update: int, steps: int, gradients: list[dict[str, torch.Tensor]]) -> None:
         for rank, one in enumerate(gradients):
-            if stage == "reduced":
-                self.ranks[rank].previous = dict(one)
             self.events[rank].append(self._gradients(stage, update, steps - 1, one, rank, self.setting.is_sharded))
 
     def _close(self, update: int) -> None:
@@ -610,11 +528,9 @@ class Simulation:
         s = self.setting
         for rank, state in enumerate(self.ranks):
             del self.events[rank][3:]
-            fresh = self._initial(rank)
+            fresh = self._initial()
             if s.fault == "weights not restored":
                 state.weights = fresh.weights
-            if s.fault == "optimizer not restored":
-                state.states, state.steps = fresh.states, 0
             if s.fault == "buffers not restored":
                 state.buffers = fresh.buffers
             if s.fault == "older state":
@@ -626,13 +542,6 @@ class Simulation:
         shorter = Simulation(replace(self.setting, fault="", first_update=0, num_updates=self.setting.first_update - 1))
         shorter.trace()
         return [one.weights for one in shorter.ranks]
-
-
-def _unequal(whole: list[int], rank: int, size: int) -> list[int]:
-    """Return shards of unequal lengths: every rank but the last takes one sample more from the last one's share."""
-    share = len(whole) // size
-    begins = [min(index * (share + 1), len(whole) - (size - index)) for index in range(size)] + [len(whole)]
-    return whole[begins[rank] : begins[rank + 1]]
 
 
 def simulate(setting: Setting) -> Trace:

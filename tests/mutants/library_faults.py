@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -17,40 +17,31 @@ from torch.utils.data import DistributedSampler
 __all__: list[str] = []  # by name, from ``Mutant.fault``
 
 
-@contextmanager
-def no_exchange_of_parts() -> Iterator[None]:
+def no_exchange_of_parts() -> AbstractContextManager[Any]:
     """ZeRO-1: no rank sends the weights that it has updated."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    with mock.patch.object(ZeroRedundancyOptimizer, "_sync_params"):
-        yield
+    return mock.patch.object(ZeroRedundancyOptimizer, "_sync_params")
 
 
-@contextmanager
-def rates_not_passed_on() -> Iterator[None]:
+def rates_not_passed_on() -> AbstractContextManager[Any]:
     """ZeRO-1: the optimizer of a part does not get the rates that the schedule sets."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    with mock.patch.object(ZeroRedundancyOptimizer, "_sync_param_groups", staticmethod(lambda source, target: None)):
-        yield
+    return mock.patch.object(ZeroRedundancyOptimizer, "_sync_param_groups", staticmethod(lambda source, target: None))
 
 
-@contextmanager
-def gradients_divided_twice() -> Iterator[None]:
+def gradients_divided_twice() -> AbstractContextManager[Any]:
     """FSDP2: the divisor is the square of the number of ranks."""
-    with _divide_factor(lambda size: float(size * size)):
-        yield
+    return _divide_factor(lambda size: float(size * size))
 
 
-@contextmanager
-def gradients_not_divided() -> Iterator[None]:
+def gradients_not_divided() -> AbstractContextManager[Any]:
     """FSDP2: the divisor is one."""
-    with _divide_factor(lambda size: 1.0):
-        yield
+    return _divide_factor(lambda size: 1.0)
 
 
-@contextmanager
-def _divide_factor(factor_of: Callable[[int], float]) -> Iterator[None]:
+def _divide_factor(factor_of: Callable[[int], float]) -> AbstractContextManager[Any]:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     plain = _fsdp_collectives._get_gradient_divide_factors
@@ -59,26 +50,20 @@ def _divide_factor(factor_of: Callable[[int], float]) -> Iterator[None]:
         del args, kwargs
         return plain(group, other, dtype, "cpu", factor_of(group.size()), True)
 
-    with mock.patch.object(_fsdp_collectives, "_get_gradient_divide_factors", changed):
-        yield
+    return mock.patch.object(_fsdp_collectives, "_get_gradient_divide_factors", changed)
 
 
-@contextmanager
-def norm_of_own_shards() -> Iterator[None]:
+def norm_of_own_shards() -> AbstractContextManager[Any]:
     """FSDP2: each rank clips by the norm of its own shards."""
-    with _norm(lambda own, whole: own):
-        yield
+    return _norm(lambda own, whole: own)
 
 
-@contextmanager
-def norm_too_large() -> Iterator[None]:
+def norm_too_large() -> AbstractContextManager[Any]:
     """FSDP2: the norm is too large by the square root of the number of shards."""
-    with _norm(lambda own, whole: whole * dist.get_world_size() ** 0.5):
-        yield
+    return _norm(lambda own, whole: whole * dist.get_world_size() ** 0.5)
 
 
-@contextmanager
-def _norm(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def _norm(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> AbstractContextManager[Any]:
     from echelon.engines.fsdp import fsdp2
     from echelon.engines.shards import local_tensors
 
@@ -89,12 +74,10 @@ def _norm(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Itera
         own = torch.stack([local.norm() for local in local_tensors(gradients)]).norm()
         return change(own, whole)
 
-    with mock.patch.object(fsdp2, "total_norm", changed):
-        yield
+    return mock.patch.object(fsdp2, "total_norm", changed)
 
 
-@contextmanager
-def earlier_micro_steps_dropped() -> Iterator[None]:
+def earlier_micro_steps_dropped() -> AbstractContextManager[Any]:
     """Only the gradient of the last micro-step is left, as in ZeRO-2 of DeepSpeed (accelerate#3877)."""
     from echelon import Accelerator
 
@@ -106,12 +89,10 @@ def earlier_micro_steps_dropped() -> Iterator[None]:
                 optimizer.engine.zero_grad(optimizer.optimizer, set_to_none=True)
         plain(self, loss, **options)
 
-    with mock.patch.object(Accelerator, "backward", backward):
-        yield
+    return mock.patch.object(Accelerator, "backward", backward)
 
 
-@contextmanager
-def items_not_summed() -> Iterator[None]:
+def items_not_summed() -> AbstractContextManager[Any]:
     """The items of an update are those of the own rank, times the number of ranks."""
     from echelon.accelerator.update.gradient_normalization import AccumulationWindow
 
@@ -120,12 +101,10 @@ def items_not_summed() -> Iterator[None]:
     def init(self: Any, *, world_size: int, total_of: Any, **options: Any) -> None:
         plain(self, world_size=world_size, total_of=lambda own: own * world_size, **options)
 
-    with mock.patch.object(AccumulationWindow, "__init__", init):
-        yield
+    return mock.patch.object(AccumulationWindow, "__init__", init)
 
 
-@contextmanager
-def average_over_too_many() -> Iterator[None]:
+def average_over_too_many() -> AbstractContextManager[Any]:
     """DDP: the sum of the gradients is divided by one rank too many."""
     plain = DistributedDataParallel.__init__
 
@@ -140,12 +119,10 @@ def average_over_too_many() -> Iterator[None]:
         hook.__annotations__.clear()  # torch compares them with classes, and here they are strings
         self.register_comm_hook(None, hook)
 
-    with mock.patch.object(DistributedDataParallel, "__init__", init):
-        yield
+    return mock.patch.object(DistributedDataParallel, "__init__", init)
 
 
-@contextmanager
-def buckets_without_last_parameter() -> Iterator[None]:
+def buckets_without_last_parameter() -> AbstractContextManager[Any]:
     """DDP: one parameter is missing in the buckets."""
     plain = DistributedDataParallel.__init__
 
@@ -154,19 +131,15 @@ def buckets_without_last_parameter() -> Iterator[None]:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [last])
         plain(self, module, *args, **options)
 
-    with mock.patch.object(DistributedDataParallel, "__init__", init):
-        yield
+    return mock.patch.object(DistributedDataParallel, "__init__", init)
 
 
-@contextmanager
-def sampler_without_epoch() -> Iterator[None]:
+def sampler_without_epoch() -> AbstractContextManager[Any]:
     """DistributedSampler: set_epoch has no effect."""
-    with mock.patch.object(DistributedSampler, "set_epoch"):
-        yield
+    return mock.patch.object(DistributedSampler, "set_epoch")
 
 
-@contextmanager
-def sampler_of_neighbours() -> Iterator[None]:
+def sampler_of_neighbours() -> AbstractContextManager[Any]:
     """DistributedSampler: the last rank reads the shard of the one before it."""
     plain = DistributedSampler.__iter__
 
@@ -176,12 +149,10 @@ def sampler_of_neighbours() -> Iterator[None]:
         self.rank = rank
         return iter(samples)
 
-    with mock.patch.object(DistributedSampler, "__iter__", changed):
-        yield
+    return mock.patch.object(DistributedSampler, "__iter__", changed)
 
 
-@contextmanager
-def optimizer_state_shifted() -> Iterator[None]:
+def optimizer_state_shifted() -> AbstractContextManager[Any]:
     """torch: state of equal shapes is assigned to the wrong parameter."""
     plain = torch.optim.Optimizer.load_state_dict
 
@@ -191,38 +162,30 @@ def optimizer_state_shifted() -> Iterator[None]:
             values[key] = {n: v.flip(0) if v.ndim else v for n, v in value.items()}
         plain(self, {**state, "state": values})
 
-    with mock.patch.object(torch.optim.Optimizer, "load_state_dict", changed):
-        yield
+    return mock.patch.object(torch.optim.Optimizer, "load_state_dict", changed)
 
 
-@contextmanager
-def torch_norm_of_own_shards() -> Iterator[None]:
+def torch_norm_of_own_shards() -> AbstractContextManager[Any]:
     """torch: clip_grad_norm_ uses the norm of the rank's own shards (pytorch#149768)."""
-    with _torch_norm(lambda tensors: [getattr(one, "_local_tensor", one) for one in tensors]):
-        yield
+    return _torch_norm(lambda tensors: [getattr(one, "_local_tensor", one) for one in tensors])
 
 
-@contextmanager
-def norm_of_first_tensor() -> Iterator[None]:
+def norm_of_first_tensor() -> AbstractContextManager[Any]:
     """torch: clip_grad_norm_ uses the norm of one gradient."""
-    with _torch_norm(lambda tensors: list(tensors)[:1]):
-        yield
+    return _torch_norm(lambda tensors: list(tensors)[:1])
 
 
-@contextmanager
-def _torch_norm(choose: Callable[[Any], Any]) -> Iterator[None]:
+def _torch_norm(choose: Callable[[Any], Any]) -> AbstractContextManager[Any]:
     module: Any = import_module("torch.nn.utils.clip_grad")
     plain = module._get_total_norm
 
     def changed(tensors: Any, *args: Any, **options: Any) -> torch.Tensor:
         return plain(choose(tensors), *args, **options)  # type: ignore[no-any-return]
 
-    with mock.patch.object(module, "_get_total_norm", changed):
-        yield
+    return mock.patch.object(module, "_get_total_norm", changed)
 
 
-@contextmanager
-def repeated_samples() -> Iterator[None]:
+def repeated_samples() -> AbstractContextManager[Any]:
     """echelon: the last rank gets the batches of the one before it."""
     from echelon.data.sharding.sharded_batches import RankBatchSampler
 
@@ -232,12 +195,10 @@ def repeated_samples() -> Iterator[None]:
         plain(self, *args, **options)
         self.process_index = min(self.process_index, max(self.num_processes - 2, 0))
 
-    with mock.patch.object(RankBatchSampler, "__init__", init):
-        yield
+    return mock.patch.object(RankBatchSampler, "__init__", init)
 
 
-@contextmanager
-def weights_not_broadcast() -> Iterator[None]:
+def weights_not_broadcast() -> AbstractContextManager[Any]:
     """DDP: the weights of rank 0 are not sent at the start, and another rank begins with others."""
     plain = DistributedDataParallel.__init__
 
@@ -247,8 +208,7 @@ def weights_not_broadcast() -> Iterator[None]:
                 next(module.parameters()).mul_(1.01)
         plain(self, module, *args, init_sync=False, **options)
 
-    with mock.patch.object(DistributedDataParallel, "__init__", init):
-        yield
+    return mock.patch.object(DistributedDataParallel, "__init__", init)
 
 
 @contextmanager
@@ -266,8 +226,7 @@ def no_sync_leaks() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def steps_counted_twice() -> Iterator[None]:
+def steps_counted_twice() -> AbstractContextManager[Any]:
     """torch: Adam's step count on rank 1 is too large, so that its bias correction is wrong."""
     plain = torch.optim.AdamW.step
 
@@ -278,5 +237,4 @@ def steps_counted_twice() -> Iterator[None]:
                 state["step"].add_(1)
         return result
 
-    with mock.patch.object(torch.optim.AdamW, "step", changed):
-        yield
+    return mock.patch.object(torch.optim.AdamW, "step", changed)

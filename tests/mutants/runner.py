@@ -201,8 +201,6 @@ def _record(program: Program, request: RunRequest) -> None:
         rank=rank,
         world_size=world_size,
         steps=request.steps,
-        script=request.script,
-        arguments=request.arguments,
         dtype="float64" if request.is_float64 else "own",
         batch_factor=request.batch_factor,
         first_update=request.first_update,

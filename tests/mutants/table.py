@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.mutants.mutant import Mutant
 from tests.mutants.runner import Outcome
 
-__all__ = ["NOT_FOUND", "NOT_LOCALIZED", "PAGE", "page_with", "table_of"]
+__all__ = ["NOT_FOUND", "NOT_LOCALIZED", "PAGE", "page_with", "recorded_cause", "table_of"]
 
 NOT_FOUND: tuple[str, ...] = ()
 """Names of the faults that are not found within one step."""
-NOT_LOCALIZED: tuple[str, ...] = ()
+NOT_LOCALIZED: tuple[str, ...] = ("the model left in eval mode after an evaluation",)
 """Names of the faults that are found, but at another stage or tensor."""
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "verify.md"
@@ -39,6 +40,13 @@ def page_with(table: str, text: str) -> str:
     """Return the page's text with the table between its two marks."""
     begin, end = text.index(_BEGIN) + len(_BEGIN), text.index(_END)
     return f"{text[:begin]}\n\n{table}\n\n{text[end:]}"
+
+
+def recorded_cause(mutant: Mutant) -> str:
+    """Return the cause in the row of the page that has the name of ``mutant``."""
+    page = PAGE.read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith(f"| {mutant.name} |"))
+    return row.strip("|").rpartition("|")[2].strip()
 
 
 def _row(one: Outcome) -> str:

@@ -15,7 +15,7 @@ from tests.mutants.effects import first_effect, matches
 from tests.mutants.mutant import CUT_TEXTS, REDUCED_WHEN_CLIPPED, SCRIPTS, Mutant, correct_text, mutated_text
 from tests.mutants.rank_runs import Program, watch_program
 from tests.mutants.runner import WarmRecorder, outcome_of, verify_text
-from tests.mutants.table import NOT_FOUND, NOT_LOCALIZED
+from tests.mutants.table import NOT_FOUND, NOT_LOCALIZED, recorded_cause
 
 OFTEN = ("optimizer step inside no_sync",)
 SOAK_CLEAN_RUNS = 500
@@ -43,6 +43,7 @@ def test_a_fault_is_found(mutant: Mutant, recorder: WarmRecorder) -> None:
     outcome = outcome_of(mutant, recorder)
     assert outcome.is_found == (mutant.name not in NOT_FOUND), outcome
     assert outcome.is_localized == (mutant.name not in (*NOT_FOUND, *NOT_LOCALIZED)), outcome
+    assert outcome.cause == recorded_cause(mutant)
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,6 @@ def _write(
             RecordedProcess(
                 rank=rank,
                 world_size=size,
-                script=request.script,
-                arguments=list(request.arguments),
                 dtype="float64" if request.is_float64 else "own",
                 batch_factor=request.batch_factor,
                 first_update=request.first_update,

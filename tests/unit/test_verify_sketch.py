@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from echelon.distributed.checks import sketch
 from echelon.distributed.checks.sketch import NUM_BUCKETS, Sketch, sketch_of, sketches_of
 from echelon.verify.trace import Batch, Forward, ModelWeights, Row, TraceWriter, read_trace
 
@@ -50,11 +51,22 @@ def test_small_shards_far_into_a_tensor_add_up() -> None:
     _assert_equal(total, sketch_of(whole))
 
 
+def test_several_chunks_at_once_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on accelerators, where each operation costs a kernel launch."""
+    parts = [(torch.randn(700_001), 0), (torch.randn(300_000), 12_345), (torch.full((200_000,), torch.inf), 0)]
+    one_by_one = [sketch_of(values, offset=offset) for values, offset in parts]
+    size = 4 * sketch._CHUNK
+    space = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.int64)
+    monkeypatch.setattr(sketch, "_space", lambda device: space)
+    for (values, offset), expected in zip(parts, one_by_one, strict=True):
+        _assert_equal(sketch_of(values, offset=offset), expected)
+
+
 def test_many_tensors_in_one_call() -> None:
     tensors = [torch.randn(3, 4), torch.tensor(7), torch.zeros(0, 2), torch.randn(5000), torch.randn(8, 2).t()]
-    for one, sketch in zip(tensors, sketches_of(tensors), strict=True):
-        _assert_equal(sketch, sketch_of(one))
-        assert sketch.norm == pytest.approx(float(one.double().norm()), rel=1e-12)
+    for one, found in zip(tensors, sketches_of(tensors), strict=True):
+        _assert_equal(found, sketch_of(one))
+        assert found.norm == pytest.approx(float(one.double().norm()), rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +95,9 @@ def test_bits_differ(one: torch.Tensor, other: torch.Tensor) -> None:
 def test_nonfinite_elements_are_counted(size: int) -> None:
     tensor = torch.ones(size)
     tensor[:3] = torch.tensor([float("nan"), float("inf"), float("-inf")])
-    sketch = sketch_of(tensor)
-    assert (sketch.num_nonfinite, sketch.square_sum) == (3, size - 3)
-    assert np.isfinite(sketch.projection).all()
+    found = sketch_of(tensor)
+    assert (found.num_nonfinite, found.square_sum) == (3, size - 3)
+    assert np.isfinite(found.projection).all()
 
 
 @pytest.mark.parametrize("size", [10, 40_000])
@@ -112,8 +124,8 @@ def test_the_distance_estimates_the_norm_of_the_difference(kind: str) -> None:
             "repeated rows": torch.randn(1, 100, generator=generator).repeat(1000, 1),
         }[kind]
         # An offset gives each trial other signs, so that the trials are independent.
-        sketch = sketch_of(difference, offset=number * 40_000)
-        ratios.append(sketch.distance(zero) / float(difference.norm()))
+        found = sketch_of(difference, offset=number * 40_000)
+        ratios.append(found.distance(zero) / float(difference.norm()))
     squares = np.square(ratios)
     # The squared ratio has mean 1 and a variance of at most 2 / NUM_BUCKETS (more for few elements), so the mean of 100 is within
     # 5 * 0.25 / 10 of 1.

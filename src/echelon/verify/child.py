@@ -90,8 +90,6 @@ def _record(options: argparse.Namespace, rank: int, world_size: int) -> None:
         rank=rank,
         world_size=world_size,
         steps=options.steps,
-        script=options.script,
-        arguments=options.arguments,
         dtype="float64" if options.float64 else "own",
         batch_factor=options.batch_factor,
         first_update=options.first_update,

@@ -177,7 +177,7 @@ def _compare_update(
     if untrained is not None:
         comparison.add(untrained)  # samples of a forward pass in evaluation mode are not recorded
     elif order.differs(update):
-        comparison.add(RunDifference(stage="data", update=update, kind="samples", values=order.summary(update)))
+        comparison.differ("data", update, "samples", values=order.summary(update))
     elif order.is_recorded(update):
         comparison.passed(update, "data", count=order.count(update))
     before = generators.num_compared
@@ -218,7 +218,7 @@ def _generator_differences(comparison: Comparison, update: int) -> list[RunDiffe
         theirs = [one.torch for one in comparison.reference.at(rank, update).rngs if one.draws_masks]
         if ours != theirs:
             wrong.append(rank)
-    return [RunDifference(stage="rng", update=update, kind="generators", ranks=wrong)] if wrong else []
+    return [RunDifference("rng", update, "generators", ranks=wrong)] if wrong else []
 
 
 def _compare_loss_weights(comparison: Comparison, update: int) -> None:
@@ -249,12 +249,12 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
     line = next((one.line for one in (*ours, *theirs) if one.line), "")
     if len(ours) != len(theirs):
         values = f"clipping functions are called {len(ours)} times in update {update}, in the reference run {len(theirs)} times"
-        comparison.add(RunDifference(stage="clip", update=update, kind="num clips", values=values, line=line))
+        comparison.differ("clip", update, "num clips", values=values, line=line)
     together = math.sqrt(sum(value**2 for value in comparison.allowed.get((update, "reduced"), {}).values()))
     for index, (own, other) in enumerate(zip(ours, theirs, strict=False)):
         if not _are_close(own.max_norm, other.max_norm, 4 * _DOUBLE_ROUNDOFF):
             values = f"max_norm is {own.max_norm:g}, in the reference run {other.max_norm:g}"
-            comparison.add(RunDifference(stage="clip", update=update, kind="max norm", values=values, line=line))
+            comparison.differ("clip", update, "max norm", values=values, line=line)
         errors = [abs(other.norm - twin[index].norm) for twin in twins if len(twin) > index]
         floor = comparison.roundoff_of("") * math.sqrt(comparison.num_samples(update)) * abs(other.norm)
         # By the triangle inequality two norms differ by no more than the tensors do.
@@ -270,17 +270,15 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
             values = (
                 f"the norm that the clipping function returns is {own.norm:.6g}, in the reference run {other.norm:.6g}"
             )
-            comparison.add(
-                RunDifference(
-                    stage="clip",
-                    update=update,
-                    kind="norm",
-                    distance=distance,
-                    norm=abs(other.norm),
-                    allowed=allowed,
-                    values=values,
-                    line=line,
-                )
+            comparison.differ(
+                "clip",
+                update,
+                "norm",
+                distance=distance,
+                norm=abs(other.norm),
+                allowed=allowed,
+                values=values,
+                line=line,
             )
     comparison.compare_tensors(update, "clipped", "clip")
 
@@ -337,7 +335,7 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
     line = next((one.line for one in (*ours, *theirs) if one.line), "")
     if len(ours) != len(theirs):
         values = f"the optimizers step {len(ours)} times in update {update}, in the reference run {len(theirs)} times"
-        comparison.add(RunDifference(stage="optimizer", update=update, kind="num steps", values=values, line=line))
+        comparison.differ("optimizer", update, "num steps", values=values, line=line)
         return
     for index, (own, other) in enumerate(zip(ours, theirs, strict=True)):
         if own.is_skipped != other.is_skipped:
@@ -346,7 +344,7 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
                 if own.is_skipped
                 else "a loss scaler skips the step in the reference run only"
             )
-            comparison.add(RunDifference(stage="optimizer", update=update, kind="skipped", values=values, line=line))
+            comparison.differ("optimizer", update, "skipped", values=values, line=line)
         twin = comparison.exact.at(0, update).steps if comparison.exact else []
         exact = twin[index].lrs if len(twin) == len(theirs) else other.lrs
         # A schedule may compute each rate from the one before it.
@@ -360,17 +358,8 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
         if wrong or (not pairs and own.lrs != other.lrs):
             values = f"the learning rate is {rates_of(own)}, in the reference run {rates_of(other)}"
             distance, allowed, rate = max(wrong, default=(math.inf, 0.0, 0.0))
-            comparison.add(
-                RunDifference(
-                    stage="scheduler",
-                    update=update,
-                    kind="rates",
-                    distance=distance,
-                    norm=rate,
-                    allowed=allowed,
-                    values=values,
-                    line=line,
-                )
+            comparison.differ(
+                "scheduler", update, "rates", distance=distance, norm=rate, allowed=allowed, values=values, line=line
             )
         else:
             comparison.passed(
@@ -388,11 +377,7 @@ def _compare_steps(comparison: Comparison, update: int) -> None:
         if missing:
             values = f"{', '.join(missing[:4])} {'are' if len(missing) > 1 else 'is'} in no parameter group"
             for name in missing:
-                comparison.add(
-                    RunDifference(
-                        stage="optimizer", update=update, kind="parameters", tensor=name, values=values, line=line
-                    )
-                )
+                comparison.differ("optimizer", update, "parameters", tensor=name, values=values, line=line)
 
 
 def _paired_groups(own: OptimizerStep, other: OptimizerStep) -> list[tuple[int, int]]:
@@ -415,7 +400,7 @@ def _compare_settings(
                 stage: Stage = (
                     "scheduler" if name in scheduled and _changes(comparison.reference, name) else "optimizer"
                 )
-                comparison.add(RunDifference(stage=stage, update=update, kind="settings", values=values, line=line))
+                comparison.differ(stage, update, "settings", values=values, line=line)
 
 
 def _changes(run: AlignedRun, name: str) -> bool:
@@ -441,10 +426,10 @@ def _compare_ends(comparison: Comparison, order: SampleComparison, updates: rang
     ours, theirs = comparison.layout.updates.stop, comparison.reference.updates.stop
     if ours < theirs:
         values = f"training ends after {ours} updates, the reference run after {theirs} or more"
-        comparison.add(RunDifference(stage="data", update=updates.stop, kind="num updates", values=values))
+        comparison.differ("data", updates.stop, "num updates", values=values)
     elif ours > theirs:
         values = f"training makes {ours} updates or more, the reference run ends after {theirs}"
-        comparison.add(RunDifference(stage="data", update=updates.stop, kind="num updates", values=values))
+        comparison.differ("data", updates.stop, "num updates", values=values)
 
 
 def _verdict(comparison: Comparison, order: SampleComparison, updates: range, *, notes: list[str]) -> Verdict:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.verify.recorders.models import RecordedModel, each_parameter, model_event, without_wrappers
+from echelon.verify.recorders.models import RecordedModel, model_event, without_wrappers
 from echelon.verify.trace import Event, Note, RecordedProcess, TraceWriter
 
 __all__ = ["Part", "Recording", "RecordingDone", "recording"]
@@ -178,7 +178,7 @@ class Recording:
     def _call(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._depth or self.is_in_backward:
             return call(module, *args, **kwargs)
-        if not _has_trainable_parameters(module):
+        if not any(parameter.requires_grad for parameter in module.parameters()):
             self._see_other(module)
             return call(module, *args, **kwargs)
         return self._run_root(call, module, args, kwargs)
@@ -296,8 +296,6 @@ def recording(
     rank: int,
     world_size: int,
     steps: int,
-    script: str = "",
-    arguments: Sequence[str] = (),
     dtype: Literal["own", "float64"] = "own",
     batch_factor: int = 1,
     first_update: int = 0,
@@ -329,12 +327,9 @@ def recording(
         RecordedProcess(
             rank=rank,
             world_size=world_size,
-            script=script,
-            arguments=list(arguments),
             dtype=dtype,
             batch_factor=batch_factor,
             first_update=first_update,
-            torch=torch.__version__,
         )
     )
     with one.undo:
@@ -345,7 +340,3 @@ def recording(
         except RecordingDone:
             return
         one.finish()
-
-
-def _has_trainable_parameters(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in each_parameter(module))

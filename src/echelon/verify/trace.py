@@ -66,14 +66,11 @@ class RecordedProcess:
     kind: ClassVar[str] = "run"
     rank: int
     world_size: int
-    script: str
-    arguments: list[str]
     dtype: Literal["own", "float64"]
     batch_factor: int
     """How many of the loader's batches were merged into one (1: none)."""
     first_update: int = 0
     """Index of the first update of this process; greater than 0 after a resume."""
-    torch: str = ""
     version: int = VERSION
 
 
@@ -243,14 +240,12 @@ class OptimizerState(SketchedTensors):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rng:
-    """Random number generators of this rank when a forward pass of the root begins."""
+    """State of torch's random number generators on this rank when a forward pass of the root begins."""
 
     kind: ClassVar[str] = "rng"
     update: int
     micro_step: int
     torch: int
-    python: int
-    numpy: int
     draws_masks: bool
     """Whether the model draws random numbers in this pass (dropout in training mode)."""
 

@@ -305,17 +305,11 @@ def _positions(request: RunRequest) -> Iterator[str]:
     """Yield a line for each rank: the last thing that it recorded, and where it was shortly before the limit."""
     for rank in range(request.layout.num_processes):
         event = _last_event(file_of_rank(request.folder, rank))
-        did = (
-            "recorded nothing"
-            if event is None
-            else f"{_KINDS.get(event['kind'], event['kind'])} of update {event.get('update', 0)}"
-        )
+        did = "recorded nothing"
+        if event is not None:
+            did = f"last recorded: {_KINDS.get(event['kind'], event['kind'])} of update {event.get('update', 0)}"
         line = _line_of(request.folder / f"rank_{rank}.stacks")
-        yield (
-            f"rank {rank}: last recorded: {did}" + (f"; now at {line}" if line else "")
-            if event
-            else f"rank {rank}: {did}" + (f"; now at {line}" if line else "")
-        )
+        yield f"rank {rank}: {did}" + (f"; now at {line}" if line else "")
 
 
 _KINDS: Mapping[str, str] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -29,7 +30,16 @@ from echelon.verify.trace import (
     Trace,
 )
 
-__all__ = ["AlignedRun", "RankUpdate", "RecordedTensor", "SampleIds", "TensorKind", "whole_tensor"]
+__all__ = [
+    "AlignedRun",
+    "RankUpdate",
+    "RecordedTensor",
+    "SampleIds",
+    "TensorKind",
+    "calls_of",
+    "rows_by_sample",
+    "whole_tensor",
+]
 
 TensorKind: TypeAlias = Literal["reduced", "clipped", "weights", "buffers", "optimizer_state"]
 
@@ -312,14 +322,16 @@ def rows_by_sample(
     Outputs whose first dim is not that of the batch are left out.
     """
     one = run.at(rank, update)
-    calls: dict[tuple[int, int, str], int] = {}
-    for forward in one.forwards:
-        key = (forward.micro_step, forward.model, forward.module)
-        calls[key] = calls.get(key, -1) + 1
+    for forward, call in calls_of(one):
         rows = one.rows_of(forward.micro_step)
         if len(forward.rows) and len(forward.rows) == len(rows):
-            yield (
-                forward,
-                calls[key],
-                [(samples.of(row), values) for row, values in zip(rows, forward.rows, strict=True)],
-            )
+            yield forward, call, [(samples.of(row), values) for row, values in zip(rows, forward.rows, strict=True)]
+
+
+def calls_of(one: RankUpdate) -> Iterator[tuple[Forward, int]]:
+    """Yield each output with the number of the call of its module in the micro-step."""
+    calls: Counter[tuple[int, int, str]] = Counter()
+    for forward in one.forwards:
+        key = (forward.micro_step, forward.model, forward.module)
+        yield forward, calls[key]
+        calls[key] += 1

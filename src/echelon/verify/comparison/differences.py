@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from echelon.distributed.checks.sketch import NUM_BUCKETS, Sketch
-from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, SampleIds, TensorKind, rows_by_sample
+from echelon.verify.comparison.alignment import (
+    AlignedRun,
+    RecordedTensor,
+    SampleIds,
+    TensorKind,
+    calls_of,
+    rows_by_sample,
+)
 from echelon.verify.comparison.tolerance import Measurement, RoundingModel, unit_roundoff
 from echelon.verify.finding import Stage
 from echelon.verify.trace import Forward
@@ -46,13 +53,14 @@ _ROW_FREEDOM = 4
 """Length of the projection of one row of an output."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunDifference:
     """One comparison that failed."""
 
     stage: Stage
     update: int
     kind: DifferenceKind
+    _: KW_ONLY
     tensor: str = ""
     ranks: list[int] = field(default_factory=list)
     distance: float = math.inf
@@ -148,6 +156,10 @@ class Comparison:
         """Return the result of ``stage`` in ``update`` so far."""
         return self.tallies.setdefault((update, stage), Tally())
 
+    def differ(self, stage: Stage, update: int, kind: DifferenceKind, **facts: Any) -> None:
+        """Record a comparison that failed, by the fields of a ``RunDifference``."""
+        self.add(RunDifference(stage, update, kind, **facts))
+
     def add(self, difference: RunDifference) -> None:
         """Record a comparison that failed."""
         tally = self.tally(difference.update, difference.stage)
@@ -216,11 +228,7 @@ class Comparison:
         if kind in ("weights", "buffers"):
             for name in theirs:
                 if name not in ours:
-                    self.add(
-                        RunDifference(
-                            stage=stage, update=update, kind="missing", tensor=name, norm=theirs[name].whole.norm
-                        )
-                    )
+                    self.differ(stage, update, "missing", tensor=name, norm=theirs[name].whole.norm)
 
     def explained_by_rounding(
         self, update: int, kind: TensorKind, theirs: Mapping[str, RecordedTensor]
@@ -277,16 +285,14 @@ class Comparison:
             copies = tensor.replicas if tensor.is_sharded else tensor.by_rank
             distance = max(tensor.whole.distance(copies[rank]) for rank in unequal)
             norm = tensor.whole.norm
-            self.add(
-                RunDifference(
-                    stage=stage,
-                    update=update,
-                    kind="unequal ranks",
-                    tensor=name,
-                    ranks=[next(iter(tensor.by_rank)), *unequal],
-                    distance=distance,
-                    norm=norm,
-                )
+            self.differ(
+                stage,
+                update,
+                "unequal ranks",
+                tensor=name,
+                ranks=[next(iter(tensor.by_rank)), *unequal],
+                distance=distance,
+                norm=norm,
             )
 
     def _compare_values(
@@ -296,31 +302,11 @@ class Comparison:
         own, other = own or zero, other or zero
         if own.num_nonfinite != other.num_nonfinite:
             values = f"{own.num_nonfinite} elements are inf or nan, {other.num_nonfinite} in the reference run"
-            self.add(
-                RunDifference(
-                    stage=stage,
-                    update=update,
-                    kind="nonfinite",
-                    tensor=name,
-                    values=values,
-                    norm=other.norm,
-                    allowed=allowed,
-                )
-            )
+            self.differ(stage, update, "nonfinite", tensor=name, values=values, norm=other.norm, allowed=allowed)
             return
         distance = own.distance(other)
         if distance > allowed:
-            self.add(
-                RunDifference(
-                    stage=stage,
-                    update=update,
-                    kind="values",
-                    tensor=name,
-                    distance=distance,
-                    norm=other.norm,
-                    allowed=allowed,
-                )
-            )
+            self.differ(stage, update, "values", tensor=name, distance=distance, norm=other.norm, allowed=allowed)
         else:
             self.passed(update, stage, largest=distance / allowed if allowed else 0.0, equal_bits=distance == 0.0)
 
@@ -386,9 +372,9 @@ class Comparison:
             self.passed(update, "forward", largest=ratio, equal_bits=distance == 0.0, count=count)
             return None
         return RunDifference(
-            stage="forward",
-            update=update,
-            kind="values" if finite else "nonfinite",
+            "forward",
+            update,
+            "values" if finite else "nonfinite",
             tensor=name,
             ranks=[rank],
             distance=distance if finite else math.inf,
@@ -468,14 +454,11 @@ class _Output:
 
 
 def _rows_by_position(run: AlignedRun, update: int) -> dict[tuple[object, ...], np.ndarray]:
-    result: dict[tuple[object, ...], np.ndarray] = {}
-    for rank, one in enumerate(run.ranks_at(update)):
-        calls: dict[tuple[int, int, str], int] = {}
-        for forward in one.forwards:
-            key = (forward.micro_step, forward.model, forward.module)
-            calls[key] = calls.get(key, -1) + 1
-            result[(rank, *key, calls[key])] = forward.rows
-    return result
+    return {
+        (rank, forward.micro_step, forward.model, forward.module, call): forward.rows
+        for rank, one in enumerate(run.ranks_at(update))
+        for forward, call in calls_of(one)
+    }
 
 
 def _output_key(forward: Forward, call: int) -> tuple[object, ...]:
@@ -536,9 +519,9 @@ def structure_differences(comparison: Comparison) -> Iterator[RunDifference]:
                 found[name] = f"the model has no parameter {name}, unlike that of the reference run"
         for name, values in found.items():
             yield RunDifference(
-                stage="initial weights",
-                update=comparison.layout.first_update - 1,
-                kind="structure",
+                "initial weights",
+                comparison.layout.first_update - 1,
+                "structure",
                 tensor=f"{index}:{name}",
                 values=values,
             )

@@ -147,10 +147,13 @@ def _cause(
 
 
 def _gradient_cause(comparison: Comparison, update: int, differences: Sequence[RunDifference]) -> LikelyCause:
-    causes = GradientCauses(comparison, update, differences).with_loss(
-        _loss_ratio(comparison, update), is_right=_is_loss_right(comparison, update)
-    )
-    cause = causes.cause()
+    cause = GradientCauses(
+        comparison,
+        update,
+        differences,
+        loss_ratio=_loss_ratio(comparison, update),
+        is_loss_right=_is_loss_right(comparison, update),
+    ).cause()
     if cause is None:
         cause = likely_cause("no known cause: gradients", why="")
     if comparison.layout.world_size == 1 and cause.stage is None and cause.name != "gradients not cleared":

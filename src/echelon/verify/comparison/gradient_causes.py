@@ -19,7 +19,7 @@ from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.wording import listed, named_ranks, per_rank
 from echelon.verify.finding import Stage
 
-__all__ = ["GradientCauses", "Vector", "ratio_between", "scale_between"]
+__all__ = ["GradientCauses", "Vector", "are_tied", "ratio_between", "scale_between"]
 
 Vector = Mapping[str, np.ndarray]
 """Projections of tensors by name, which stand for one vector."""
@@ -31,9 +31,22 @@ _SHOWN = 1e-6
 
 
 class GradientCauses:
-    """Tests hypotheses about one update's gradients."""
+    """Tests hypotheses about one update's gradients.
 
-    def __init__(self, comparison: Comparison, update: int, differences: Sequence[RunDifference]) -> None:
+    Args:
+        loss_ratio: the mean of the layout's losses, divided by the reference's; None if they cannot be compared.
+        is_loss_right: False if outputs could not be compared, and no average of the losses is the reference's.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        update: int,
+        differences: Sequence[RunDifference],
+        *,
+        loss_ratio: float | None,
+        is_loss_right: bool,
+    ) -> None:
         self._run: AlignedRun = comparison.layout
         self._size = self._run.world_size
         self._update = update
@@ -65,6 +78,19 @@ class GradientCauses:
         self._weights, self._weight_word = self._item_weights()
         previous = self._run.tensors(update - 1, "reduced")
         self._previous = _vector({name: previous[name].whole for name in names if name in previous})
+        self._clips = [self._run.at(rank, update).clips for rank in range(self._size)]
+        self._mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
+        """Mean over the ranks of the sums of the local gradients."""
+        self._limits = {
+            name: self._scale[name]
+            + self._roundoff[name]
+            * sum(float(np.linalg.norm(one[name])) for one in self._local.values() if name in one)
+            / self._size
+            for name in names
+        }
+        """Allowed distances of a sum of local gradients, which may cancel."""
+        self._loss_ratio = loss_ratio
+        self._is_loss_right = is_loss_right
         self._is_half = any(comparison.roundoff_of(name) > 2.0**-12 for name in names)
 
     def cause(self) -> LikelyCause | None:
@@ -111,7 +137,7 @@ class GradientCauses:
 
     def _clipped_before(self) -> LikelyCause | None:
         """Explain gradients that were clipped on each rank and then reduced."""
-        clips = [self._run.at(rank, self._update).clips for rank in range(self._size)]
+        clips = self._clips
         if self._size < 2 or not all(clips) or self._sharded:
             return None
         if all(ratio_between(one, self._of_rank[0], self._scale, self._names) is not None for one in self._of_rank):
@@ -124,7 +150,7 @@ class GradientCauses:
         )
         factors = [min(1.0, one[0].max_norm / one[0].norm) if one[0].norm > 0 else 1.0 for one in clips]
         weighted = self._combined({key: factors[key[0]] / self._size for key in self._local})
-        is_sum = min(factors) < 1.0 and ratio_between(self._ours, weighted, self._limits(), self._names) is not None
+        is_sum = min(factors) < 1.0 and self._ratio(self._ours, weighted) is not None
         if not reduced_later and not (is_sum and len(set(norms)) > 1):
             return None
         return likely_cause(
@@ -137,12 +163,11 @@ class GradientCauses:
 
     def _clipped_by_hand(self) -> LikelyCause | None:
         """Find statements that scale the gradients between backward and the step, as the loop's own clipping does."""
-        clips = any(self._run.at(rank, self._update).clips for rank in range(self._size))
-        if clips or not self._sharded or not self._their_local:
+        if any(self._clips) or not self._sharded or not self._their_local:
             return None
         scale = ratio_between(self._theirs, self._their_local, self._scale, self._names)
-        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
-        is_right = bool(mean) and ratio_between(self._theirs, mean, self._limits(), self._names) is not None
+        mean = self._mean
+        is_right = bool(mean) and self._ratio(self._theirs, mean) is not None
         if self._they_clip and is_right and not self._is_mean_of_local(self._names):
             return likely_cause(
                 "clipped by other means",
@@ -151,7 +176,7 @@ class GradientCauses:
                 "process they are clipped there",
                 ranks=list(range(self._size)),
             )
-        if scale is None or scale > 0.999 or ratio_between(self._theirs, mean, self._limits(), self._names) is None:
+        if scale is None or scale > 0.999 or self._ratio(self._theirs, mean) is None:
             return None
         return likely_cause(
             "norm of one shard",
@@ -163,7 +188,7 @@ class GradientCauses:
 
     def _clipped_by_shard(self) -> LikelyCause | None:
         """Find clipping that the recorder sees only by its norms, because it was given other tensors than the parameters."""
-        clips = [self._run.at(rank, self._update).clips for rank in range(self._size)]
+        clips = self._clips
         if not self._sharded or not all(clips) or len({one[0].norm for one in clips}) == 1:
             return None
         return likely_cause(
@@ -242,8 +267,8 @@ class GradientCauses:
         total = sum(self._weights.values())
         by_items = self._combined({key: weight / total for key, weight in self._weights.items()})
         equal = self._combined(dict.fromkeys(self._local, 1 / len(self._local)))
-        of_reference = ratio_between(self._theirs, by_items, self._limits(), self._names)
-        of_layout = ratio_between(self._ours, equal, self._limits(), self._names)
+        of_reference = self._ratio(self._theirs, by_items)
+        of_layout = self._ratio(self._ours, equal)
         if of_reference is None:
             return None
         by_rank = {
@@ -277,11 +302,11 @@ class GradientCauses:
         ratio = scale_between(self._ours, self._theirs, self._scale, self._names)
         if ratio is None:
             return None
-        size, steps = self._size, max((micro_step for _, micro_step in self._local), default=0) + 1
-        mean = self._combined(dict.fromkeys(self._local, 1 / size)) if self._local else {}
-        reduced = ratio_between(self._ours, mean, self._limits(), self._names) if mean else None
-        expected = ratio_between(self._theirs, mean, self._limits(), self._names) if mean else None
-        losses = self._loss_ratio()
+        size, steps = self._size, self._num_micro_steps()
+        mean = self._mean
+        reduced = self._ratio(self._ours, mean) if mean else None
+        expected = self._ratio(self._theirs, mean) if mean else None
+        losses = self._loss_ratio
         scaled_loss = losses is not None and _is_close(losses, ratio, 0.01)
         text = f"the gradient on {self._processes()} is {ratio:.6g} times that of the reference run"
         if scaled_loss and (reduced is None or _is_close(reduced, 1.0, 0.01)):
@@ -346,14 +371,14 @@ class GradientCauses:
         ranks = sorted({rank for rank, _ in self._local})
         for kept in [steps[-1:], steps[:1], steps[1:], steps[:-1]] if len(steps) > 1 else []:
             chosen = {key: 1 / self._size for key in self._local if key[1] in kept}
-            if chosen and ratio_between(self._ours, self._combined(chosen), self._limits(), self._names) is not None:
+            if chosen and self._ratio(self._ours, self._combined(chosen)) is not None:
                 return likely_cause(
                     "micro-steps lost",
                     why=f"the gradient of the update contains only micro-steps {listed([str(one + 1) for one in kept])} of {len(steps)}",
                 )
         for rank in ranks if len(ranks) > 1 else []:
             own = self._sum_of(rank)
-            if own and ratio_between(self._ours, own, self._limits(), self._names) is not None:
+            if own and self._ratio(self._ours, own) is not None:
                 return likely_cause(
                     "only one rank's gradient",
                     why=f"all {self._size} ranks step with the gradient of rank {rank}: those of the other ranks are lost",
@@ -379,12 +404,8 @@ class GradientCauses:
         failed = [one.tensor for one in self._differences]
         if len(failed) == len(self._names) or not failed:
             return None
-        model = (
-            self._run.models.get(int(failed[0].partition(":")[0])) if failed[0].partition(":")[0].isdigit() else None
-        )
-        tied = {*model.tied.values(), *model.tied} if model else set()
         stage: Stage | None = "backward" if self._is_mean_of_local(failed) else None
-        if tied and all(name.partition(":")[2] in tied for name in failed):
+        if are_tied(self._run, failed):
             return likely_cause(
                 "tied weights",
                 stage=stage,
@@ -445,8 +466,8 @@ class GradientCauses:
     def _low_precision(self) -> LikelyCause | None:
         if self._is_half or not self._local:
             return None
-        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
-        if ratio_between(self._theirs, mean, self._limits(), self._names) is None:
+        mean = self._mean
+        if self._ratio(self._theirs, mean) is None:
             return None
         relative = [
             float(np.linalg.norm(self._ours[name] - mean[name]) / np.linalg.norm(mean[name]))
@@ -466,20 +487,20 @@ class GradientCauses:
         """Find whether the local gradients already fail to add up to the reference, whatever their weights."""
         if not self._local:
             return None
-        limits = self._limits()
+        limits = self._limits
         failed = {one.tensor for one in self._differences}
         if not self._is_mean_of_local(self._names):
             ours, theirs = self._fitted(self._ours), self._fitted(self._theirs)
             if ours is None or theirs is not None:
                 return None
-        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
+        mean = self._mean
         wrong = [
             name
             for name in self._names
             if name in mean and np.linalg.norm(self._theirs[name] - mean[name]) > 2 * limits[name]
         ]
         wrong = [name for name in wrong if name in failed] or [name for name in self._names if name in failed]
-        if not self._loss_is_right:
+        if not self._is_loss_right:
             return likely_cause(
                 "no known cause: loss",
                 stage="forward",
@@ -503,6 +524,10 @@ class GradientCauses:
                 result[name] = result[name] + weight * values if name in result else weight * values
         return result
 
+    def _ratio(self, ours: Vector, theirs: Vector) -> float | None:
+        """Return c if ``ours`` is c times ``theirs``, as exactly as sums of local gradients are known, else None."""
+        return ratio_between(ours, theirs, self._limits, self._names)
+
     def _sum_of(self, rank: int) -> dict[str, np.ndarray] | None:
         return self._combined({key: 1.0 for key in self._local if key[0] == rank}) or None
 
@@ -512,27 +537,17 @@ class GradientCauses:
 
     def _is_mean_of_local(self, names: Sequence[str]) -> bool:
         """Return whether these reduced gradients are the mean of the local ones, so that the reduction is not at fault."""
-        mean = self._combined(dict.fromkeys(self._local, 1 / self._size))
-        limits = self._limits()
+        mean = self._mean
+        limits = self._limits
         return bool(mean) and all(
             name in mean and name in limits and np.linalg.norm(self._ours[name] - mean[name]) <= 2 * limits[name]
             for name in names
         )
 
-    def _limits(self) -> dict[str, float]:
-        """Return the allowed distances of a sum of local gradients, which may cancel."""
-        result = {}
-        for name in self._names:
-            terms = sum(float(np.linalg.norm(one[name])) for one in self._local.values() if name in one) / max(
-                1, self._size
-            )
-            result[name] = self._scale[name] + self._roundoff[name] * terms
-        return result
-
     def _fitted(self, target: Vector) -> dict[_Key, float] | None:
         """Return the weights of the local gradients whose sum is ``target``, or None if it is no such sum."""
         keys = list(self._local)
-        limits = self._limits()
+        limits = self._limits
         names = [name for name in self._names if limits[name] > 0]
         blocks = [
             [self._local[key].get(name, np.zeros_like(target[name])) / limits[name] for name in names] for key in keys
@@ -551,7 +566,7 @@ class GradientCauses:
         """Return the number of items that the loss of each micro-step is averaged over, and the word for them."""
         items: dict[_Key, float] = {}
         samples: dict[_Key, float] = {}
-        for rank, micro_step in self._local_keys():
+        for rank, micro_step in self._local:
             one = self._run.at(rank, self._update)
             given = [loss.weight for loss in one.losses if loss.micro_step == micro_step and loss.weight is not None]
             counted = [b.num_items for b in one.batches if b.micro_step == micro_step and b.num_items is not None]
@@ -561,26 +576,6 @@ class GradientCauses:
         if items.keys() == samples.keys() and len(set(items.values())) > 1:
             return items, "tokens"
         return samples, "samples"
-
-    def _local_keys(self) -> list[_Key]:
-        return list(self._run.local_gradients(self._update))
-
-    def _loss_ratio(self) -> float | None:
-        """Return how many times greater the losses are, if the mean of the layout's losses can be compared."""
-        return self._losses
-
-    _losses: float | None = None
-    _loss_is_right = True
-
-    def with_loss(self, ratio: float | None, *, is_right: bool) -> GradientCauses:
-        """Set what is known of the losses.
-
-        Args:
-            ratio: the mean of the layout's losses, divided by the reference's.
-            is_right: False if outputs could not be compared, and no average of the losses is the reference's.
-        """
-        self._losses, self._loss_is_right = ratio, is_right
-        return self
 
     def _loss_line(self) -> str:
         return next((one.line for one in self._run.at(0, self._update).losses if one.line), "")
@@ -620,6 +615,13 @@ def scale_between(ours: Vector, theirs: Vector, limits: Mapping[str, float], nam
     total = sum(float(np.sum((ours[name] - theirs[name]) ** 2)) / limits[name] ** 2 for name in known)
     rest = sum(float(np.sum((ours[name] - ratio * theirs[name]) ** 2)) / limits[name] ** 2 for name in known)
     return ratio if rest < total / 2 else None
+
+
+def are_tied(run: AlignedRun, names: Sequence[str]) -> bool:
+    """Return whether several modules of the first one's model share each of these parameters (``"0:weight"``)."""
+    index = names[0].partition(":")[0]
+    model = run.models.get(int(index)) if index.isdigit() else None
+    return model is not None and all(name.partition(":")[2] in {*model.tied, *model.tied.values()} for name in names)
 
 
 def _vector(tensors: Mapping[str, Sketch]) -> dict[str, np.ndarray]:

@@ -54,15 +54,13 @@ class GeneratorHistory:
                 if self._order.is_recorded(update) and not self._order.same_samples(update, ranks[0], rank)
             ]
             if others:
-                yield RunDifference(stage="rng", update=update, kind="equal generators", ranks=[ranks[0], *others])
+                yield RunDifference("rng", update, "equal generators", ranks=[ranks[0], *others])
                 break
         if repeated and update == self._layout.resumed_at:
-            yield RunDifference(stage="rng", update=update, kind="generators", ranks=sorted(repeated))
+            yield RunDifference("rng", update, "generators", ranks=sorted(repeated))
         elif repeated:
             earlier = min(repeated.values())
-            yield RunDifference(
-                stage="rng", update=update, kind="repeated generator", ranks=sorted(repeated), values=str(earlier)
-            )
+            yield RunDifference("rng", update, "repeated generator", ranks=sorted(repeated), values=str(earlier))
 
 
 def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
@@ -78,9 +76,9 @@ def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
         if not math.isfinite(spread) or spread > unit_roundoff("float32") * math.sqrt(num_elements) * max(norms):
             bound = unit_roundoff("float32") * math.sqrt(num_elements)
             return RunDifference(
-                stage="clip",
-                update=update,
-                kind="norm",
+                "clip",
+                update,
+                "norm",
                 ranks=list(range(len(norms))),
                 distance=spread,
                 norm=max(abs(norm) for norm in norms),
@@ -91,7 +89,7 @@ def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
             )
     if len({len(one) for one in clips}) > 1:
         values = f"the ranks call clipping functions another number of times (calls on {per_rank([len(one) for one in clips])})"
-        return RunDifference(stage="clip", update=update, kind="num clips", values=values)
+        return RunDifference("clip", update, "num clips", values=values)
     return None
 
 
@@ -102,9 +100,9 @@ def unequal_steps(layout: AlignedRun, update: int) -> Iterator[RunDifference]:
         skipped = [rank for rank, one in enumerate(calls) if one.is_skipped]
         if 0 < len(skipped) < len(calls):
             yield RunDifference(
-                stage="optimizer",
-                update=update,
-                kind="skipped",
+                "optimizer",
+                update,
+                "skipped",
                 ranks=skipped,
                 values=f"a loss scaler skipped the step on {named_ranks(skipped)} of {len(calls)} ranks",
                 line=calls[0].line,
@@ -113,9 +111,9 @@ def unequal_steps(layout: AlignedRun, update: int) -> Iterator[RunDifference]:
         unequal = [rank for rank, one in enumerate(rates) if str(one) != str(rates[0])]  # nan is equal to nan
         if unequal:
             yield RunDifference(
-                stage="scheduler",
-                update=update,
-                kind="rates",
+                "scheduler",
+                update,
+                "rates",
                 ranks=[0, *unequal],
                 values=f"the learning rate is {rates_of(calls[0])} on rank 0 and {rates_of(calls[unequal[0]])} on rank {unequal[0]}",
                 line=calls[unequal[0]].line,
@@ -134,9 +132,9 @@ def untrained_ranks(layout: AlignedRun, update: int) -> RunDifference | None:
         return None
     ranks = list(lines)
     return RunDifference(
-        stage="forward",
-        update=update,
-        kind="untrained forward",
+        "forward",
+        update,
+        "untrained forward",
         ranks=ranks,
         values=f"{named_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} backward without a forward pass in training mode",
         line=lines[ranks[0]],
@@ -159,9 +157,9 @@ def unequal_progress(layout: AlignedRun) -> RunDifference | None:
         return None  # they may be about to step
     first: OptimizerStep = next(own[0] for own in steps if own)
     return RunDifference(
-        stage="optimizer",
-        update=update,
-        kind="num steps",
+        "optimizer",
+        update,
+        "num steps",
         ranks=idle,
         values=f"{named_ranks(idle)} made {max(passes[rank] for rank in idle)} backward passes without an optimizer step, "
         f"while other ranks stepped after {enough}",

@@ -83,9 +83,9 @@ def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
                 f"{path} does not contain it" if name in lacking else f"{path} contains other values than the run has"
             )
             yield RunDifference(
-                stage="save",
-                update=update,
-                kind="missing" if name in lacking else "saved",
+                "save",
+                update,
+                "missing" if name in lacking else "saved",
                 tensor=name,
                 distance=distance,
                 norm=live[name].whole.norm,
@@ -114,9 +114,9 @@ def load_differences(comparison: Comparison) -> Iterator[RunDifference]:
                 comparison.passed(update, "load")
                 continue
             yield RunDifference(
-                stage="load",
-                update=update,
-                kind="missing" if one is None else "loaded",
+                "load",
+                update,
+                "missing" if one is None else "loaded",
                 tensor=name,
                 distance=tensor.whole.norm if one is None else one.whole.distance(tensor.whole),
                 norm=tensor.whole.norm,
@@ -137,9 +137,9 @@ def resume_differences(comparison: Comparison) -> Iterator[RunDifference]:
                 comparison.passed(run.resumed_at - 1, "load")
                 continue
             yield RunDifference(
-                stage="load",
-                update=run.resumed_at - 1,
-                kind="loaded",
+                "load",
+                run.resumed_at - 1,
+                "loaded",
                 tensor=name,
                 distance=began[name].whole.distance(ended[name].whole),
                 norm=ended[name].whole.norm,

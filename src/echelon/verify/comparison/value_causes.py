@@ -11,7 +11,7 @@ from echelon.distributed.checks.sketch import Sketch
 from echelon.verify.comparison.alignment import AlignedRun, TensorKind
 from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
-from echelon.verify.comparison.gradient_causes import ratio_between, scale_between
+from echelon.verify.comparison.gradient_causes import are_tied, ratio_between, scale_between
 from echelon.verify.comparison.wording import listed, named_ranks, per_rank
 from echelon.verify.trace import OptimizerStep
 
@@ -298,13 +298,7 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[R
             tensors=frozen,
             line=line,
         )
-    model = (
-        comparison.layout.models.get(int(names[0].partition(":")[0]))
-        if names and names[0].partition(":")[0].isdigit()
-        else None
-    )
-    tied = {*model.tied, *model.tied.values()} if model else set()
-    if weights and tied and all(name.partition(":")[2] in tied for name in weights):
+    if weights and are_tied(comparison.layout, weights):
         return likely_cause(
             "tied weights",
             why=f"only {listed(weights)} differs, which several modules share: they no longer use the same parameter",

@@ -59,10 +59,9 @@ class Batches:
         """Each batch is read inside it."""
         self._nested = threading.local()
         self._num_iterators = 0
-        self._collated: list[tuple[dict[int, Callable[[], bool]], np.ndarray]] = []
-        """Storages of the batches that the script's collate function has returned lately, and the lengths of their items."""
-        self._lengths_by_content: dict[bytes, np.ndarray] = {}
-        """The same by the content of a batch's integer tensors: accelerate copies batches to ``cpu:0``, so their storages are others."""
+        self._lengths: dict[bytes, np.ndarray] = {}
+        """Lengths of the items of the batches that the script's collate function has returned lately, by the content of a batch's integer
+        tensors: accelerate copies batches to ``cpu:0``, so their storages are others."""
 
     @property
     def rows(self) -> SampleRows | None:
@@ -144,32 +143,18 @@ class Batches:
             batch = collate(items)
             lengths = item_lengths(list(zip(*items)) if collate is already_collated else items)
             if lengths is not None:
-                self._collated.append(
-                    ({_key(one): _reference(one) for one in leaves(batch) if _has_storage(one)}, lengths)
-                )
-                self._collated = self._collated[-_MAX_HELD:]
-                self._lengths_by_content |= dict.fromkeys(_contents(batch), lengths)
-                while len(self._lengths_by_content) > _MAX_HELD:
-                    del self._lengths_by_content[next(iter(self._lengths_by_content))]
+                self._lengths |= dict.fromkeys(_contents(batch), lengths)
+                while len(self._lengths) > _MAX_HELD:
+                    del self._lengths[next(iter(self._lengths))]
             return batch
 
         return noting
 
     def _lengths_of_items(self, batch: Any) -> np.ndarray | None:
         """Return the lengths of the items from which ``batch`` was collated, or None if that is not known."""
-        if not self._lengths_by_content:
+        if not self._lengths:
             return None
-        storages = {_key(one) for one in leaves(batch) if _has_storage(one)}
-        found = None
-        for of_batch, lengths in self._collated:
-            if any(key in storages and not is_gone() for key, is_gone in of_batch.items()):
-                found = lengths
-        self._collated = [one for one in self._collated if not all(is_gone() for is_gone in one[0].values())]
-        if found is None:
-            found = next(
-                (self._lengths_by_content[one] for one in _contents(batch) if one in self._lengths_by_content), None
-            )
-        return found
+        return next((self._lengths[one] for one in _contents(batch) if one in self._lengths), None)
 
     def _hold(self, batch: Any, rows: SampleRows, iterator: _Iterator) -> None:
         storages = {_key(leaf): _reference(leaf) for leaf in leaves(batch) if _has_storage(leaf)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from echelon.engines.param_groups import fsdp_groups
 from echelon.verify.recorders.user_code import lines_of_modules
 from echelon.verify.trace import Model
 
-__all__ = ["RecordedModel", "each_parameter", "model_event", "plain_name", "without_wrappers"]
+__all__ = ["RecordedModel", "model_event", "plain_name", "without_wrappers"]
 
 _PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _WRAPPER_LIBRARIES = ("torch", "deepspeed", "echelon")
@@ -66,7 +65,7 @@ class RecordedModel:
 
     def is_stale(self) -> bool:
         """Return whether the first parameter was replaced since ``refresh``."""
-        first = next(each_parameter(self.root), None)
+        first = next(self.root.parameters(), None)
         if first is None or id(first) in self._names:
             return False
         if not self._is_sharded:
@@ -79,9 +78,7 @@ class RecordedModel:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers by name."""
-        found: dict[str, torch.Tensor] = {}
-        _collect_buffers(self.root, "", found, set(), set())
-        return found
+        return {plain_name(name): buffer for name, buffer in self.root.named_buffers()}
 
 
 def model_event(model: RecordedModel) -> Model:
@@ -112,36 +109,6 @@ def _accelerator() -> Any:
     """Return the newest Accelerator, or None; echelon's Trainer has one, too."""
     module = sys.modules.get("echelon.accelerator.current")  # else the script uses none
     return None if module is None else next(module.living_accelerators(), None)
-
-
-def each_parameter(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield each parameter at least once, in the order of ``module.parameters()``, which takes ten times as long."""
-    seen, rest = set(), [module]
-    while rest:
-        one = rest.pop()
-        if one not in seen:
-            seen.add(one)
-            for parameter in one._parameters.values():
-                if parameter is not None:
-                    yield parameter
-            if one._modules:
-                rest += [child for child in reversed(one._modules.values()) if child is not None]
-
-
-def _collect_buffers(
-    module: nn.Module, prefix: str, found: dict[str, torch.Tensor], modules: set[int], buffers: set[int]
-) -> None:
-    """Do what ``named_buffers`` does, which takes ten times as long."""
-    if id(module) in modules:
-        return
-    modules.add(id(module))
-    for name, buffer in module._buffers.items():
-        if buffer is not None and id(buffer) not in buffers:
-            buffers.add(id(buffer))
-            found[plain_name(f"{prefix}{name}")] = buffer
-    for name, child in module._modules.items():
-        if child is not None:
-            _collect_buffers(child, f"{prefix}{name}.", found, modules, buffers)
 
 
 def plain_name(name: str) -> str:

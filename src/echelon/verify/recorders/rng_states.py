@@ -1,12 +1,9 @@
-"""Records the states of the random number generators that dropout and data augmentation would draw from."""
+"""Records the states of the random number generators that dropout would draw from."""
 
 from __future__ import annotations
 
-import ctypes
-import random
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -16,9 +13,6 @@ from echelon.verify.recording import Recording
 from echelon.verify.trace import Rng
 
 __all__ = ["RngStates"]
-
-_SIZE_OF_MT19937 = 4 * 624 + 4
-"""Bytes of its state: the numbers, and the position among them."""
 
 
 class RngStates:
@@ -34,7 +28,7 @@ class RngStates:
     def __init__(self, dropout: KeyedDropout) -> None:
         self._dropout = dropout
         self._recording: Recording
-        self._begin: tuple[int, int, int, int] | None = None
+        self._begin = (0, 0)
         self._advanced_in: int | None = None
 
     def install(self, recording: Recording) -> None:
@@ -44,12 +38,11 @@ class RngStates:
         recording.on_forward_end.append(self._after)
 
     def _before(self, model: int, root: nn.Module, args: Any, kwargs: Any) -> None:
-        self._begin = (_torch_state(), _python_state(), _numpy_state(), self._dropout.num_masks)
+        self._begin = (_torch_state(), self._dropout.num_masks)
 
     def _after(self, model: int, root: nn.Module, output: Any) -> None:
         recording = self._recording
-        assert self._begin is not None
-        of_torch, of_python, of_numpy, num_masks = self._begin
+        of_torch, num_masks = self._begin
         has_drawn = _torch_state() != of_torch
         if has_drawn:
             recording.note(
@@ -65,8 +58,6 @@ class RngStates:
                 update=recording.update,
                 micro_step=recording.micro_step,
                 torch=of_torch,
-                python=of_python,
-                numpy=of_numpy,
                 draws_masks=draws_masks,
             )
         )
@@ -79,19 +70,6 @@ def _torch_state() -> int:
     if accelerator is not None and accelerator.type != "cpu":
         state ^= _hash(torch.get_device_module(accelerator).get_rng_state().cpu().numpy().data, seed=1)
     return state
-
-
-def _python_state() -> int:
-    return hash(random.getstate()[1]) % (1 << 48)
-
-
-def _numpy_state() -> int:
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if isinstance(generator, np.random.MT19937):  # get_state takes 70 microseconds
-        data = ctypes.string_at(generator.ctypes.state_address, _SIZE_OF_MT19937)
-    else:
-        data = repr(np.random.get_state(legacy=False)).encode()
-    return _hash(data)
 
 
 def _hash(data: Any, *, seed: int = 0) -> int:

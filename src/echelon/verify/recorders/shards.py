@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypedDict
 
@@ -14,9 +14,6 @@ from echelon.base.sharded import is_dtensor
 from echelon.distributed.checks.sketch import Positions, Sketches, sketches_of
 
 __all__ = ["NamedSketches", "SketchedPart", "as_shards", "sketch_named", "together"]
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class SketchedPart(TypedDict):
@@ -32,80 +29,55 @@ class SketchedPart(TypedDict):
 class NamedSketches:
     """Sketches of tensors that this rank has whole, and of shards of others."""
 
-    whole_names: list[str]
-    whole: Sketches
-    shard_names: list[str]
-    shards: Sketches
-    replicas: dict[str, int] = field(default_factory=dict)
-    """Shards that are not of the first replica (hybrid sharding), and of which replica they are."""
+    names: list[str]
+    sketches: Sketches
+    replicas: list[int | None]
+    """Of which replica (hybrid sharding; else 0) each tensor's shard is; None: this rank has the whole tensor."""
 
-    def parts(self) -> Iterable[SketchedPart]:
-        """Yield those that are not empty; at least one."""
-        if self.whole_names or not self.shard_names:
-            yield SketchedPart(names=self.whole_names, sketches=self.whole, is_sharded=False, replica=0)
-        for replica in sorted({self.replicas.get(name, 0) for name in self.shard_names}):
-            places = [place for place, name in enumerate(self.shard_names) if self.replicas.get(name, 0) == replica]
+    def parts(self) -> Iterator[SketchedPart]:
+        """Yield the whole tensors, and the shards of each replica; at least one part."""
+        for replica in sorted(set(self.replicas), key=lambda one: -1 if one is None else one) or [None]:
+            places = [place for place, one in enumerate(self.replicas) if one == replica]
             yield SketchedPart(
-                names=[self.shard_names[place] for place in places],
-                sketches=self.shards[places],
-                is_sharded=True,
-                replica=replica,
+                names=[self.names[place] for place in places],
+                sketches=self.sketches[places],
+                is_sharded=replica is not None,
+                replica=replica or 0,
             )
 
 
 def together(*parts: NamedSketches) -> NamedSketches:
     """Return the sketches of all ``parts``."""
     return NamedSketches(
-        whole_names=[name for part in parts for name in part.whole_names],
-        whole=_joined([part.whole for part in parts]),
-        shard_names=[name for part in parts for name in part.shard_names],
-        shards=_joined([part.shards for part in parts]),
-        replicas={name: replica for part in parts for name, replica in part.replicas.items()},
+        names=[name for part in parts for name in part.names],
+        sketches=Sketches(
+            np.concatenate([part.sketches.numbers for part in parts]),
+            np.concatenate([part.sketches.counts for part in parts]),
+        ),
+        replicas=[replica for part in parts for replica in part.replicas],
     )
 
 
 def as_shards(found: NamedSketches) -> NamedSketches:
     """Return the same sketches as those of shards: of tensors of which each rank has some."""
-    return NamedSketches(
-        whole_names=[],
-        whole=Sketches.empty(),
-        shard_names=[*found.whole_names, *found.shard_names],
-        shards=_joined([found.whole, found.shards]),
-        replicas=found.replicas,
-    )
+    return replace(found, replicas=[replica or 0 for replica in found.replicas])
 
 
 def sketch_named(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> NamedSketches:
     """Return the sketches of ``tensors``; those of the shards of one replica add up to the whole tensor."""
-    if all(type(one) in _PLAIN and one.layout is torch.strided for one in tensors):
-        return NamedSketches(list(names), sketches_of(tensors), [], Sketches.empty())
-    whole: list[str] = []
-    shards: list[str] = []
-    whole_tensors: list[torch.Tensor] = []
-    local_tensors: list[torch.Tensor] = []
+    own: list[torch.Tensor] = []
     positions: list[Positions] = []
-    replicas: dict[str, int] = {}
-    for name, tensor in zip(names, tensors, strict=True):
-        if type(tensor) in _PLAIN or not is_dtensor(tensor):
-            whole.append(name)
-            whole_tensors.append(tensor if tensor.layout is torch.strided else tensor.to_dense())
-            continue
-        local, mesh = tensor.to_local().detach(), tensor.device_mesh
-        layout = _layout(tuple(tensor.shape), tuple(tensor.placements), mesh, tuple(mesh.get_coordinate() or ()))
-        if layout is None:
-            whole.append(name)
-            whole_tensors.append(local)
-        else:
-            if layout.replica:
-                replicas[name] = layout.replica
-            shards.append(name)
-            local_tensors.append(local)
-            positions.append(layout.positions)
-    return NamedSketches(whole, sketches_of(whole_tensors), shards, sketches_of(local_tensors, positions), replicas)
-
-
-def _joined(parts: Sequence[Sketches]) -> Sketches:
-    return Sketches(np.concatenate([part.numbers for part in parts]), np.concatenate([part.counts for part in parts]))
+    replicas: list[int | None] = []
+    for tensor in tensors:
+        layout = None
+        if is_dtensor(tensor):
+            mesh = tensor.device_mesh
+            layout = _layout(tuple(tensor.shape), tuple(tensor.placements), mesh, tuple(mesh.get_coordinate() or ()))
+            tensor = tensor.to_local()
+        own.append(tensor if tensor.layout is torch.strided else tensor.to_dense())
+        positions.append(0 if layout is None else layout.positions)
+        replicas.append(None if layout is None else layout.replica)
+    return NamedSketches(list(names), sketches_of(own, positions), replicas)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,10 +105,9 @@ class WeightRecorder:
                 tensors += [(f"averaged.{plain_name(name)}", value) for name, value in own.items()]
         if tensors:
             named = dict(tensors)
-            found = sketch_named(list(named), list(named.values()))
-            self._recording.add(
-                Buffers(update=update, model=model.index, names=found.whole_names, sketches=found.whole)
-            )
+            for part in sketch_named(list(named), list(named.values())).parts():
+                if not part["is_sharded"]:
+                    self._recording.add(Buffers(update=update, model=model.index, **part))
 
 
 def _mark(parameter: nn.Parameter) -> bytes:
