@@ -38,6 +38,7 @@ PLANTED = {
     "engines/in_function.py": "def f():\n    from echelon.accelerator import Accelerator",
     "engines/type_checking.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from echelon.trainer import Trainer",
     "engines/relative.py": "from ..accelerator import Accelerator",
+    "engines/launcher.py": "import echelon.launch",
     "base/highest.py": "from echelon.world import World",
     "data/neighbour.py": "from echelon.checkpoint import Manifest",
     "data/around.py": "from echelon.utils import gather",

@@ -41,6 +41,8 @@ class Ranks:
     def __init__(self, node: Node, numbers: range, directory: Path) -> None:
         self._node, self._numbers = node, numbers
         self._ends: list[RankEnd] = []
+        self.is_stuck = False
+        """Whether the ranks come to no boundary."""
         self.position = 5 << 2 | RankState.PAST
         self.attempt = AttemptRanks(
             board=cast(Board, self), workers=cast(Workers, self), directory=directory, numbers=list(numbers)
@@ -63,7 +65,7 @@ class Ranks:
 
     def write_command(self, command: int) -> None:
         kind, boundary = command >> 56, command & ((1 << 56) - 1)
-        if kind in (StopCommand.TO_WHOLE, StopCommand.TO_ANY):
+        if kind in (StopCommand.TO_WHOLE, StopCommand.TO_ANY) and not self.is_stuck:
             self.position = boundary << 2 | RankState.STOPPED
         elif kind == StopCommand.END:
             self._node.report(dict.fromkeys(self._numbers, EXIT_CODE))
@@ -107,7 +109,7 @@ class Stage:
         )
         return replace(info, **changes)
 
-    def open(self, *, least: int = 2, most: int = 2, max_restarts: int = 0) -> None:
+    def open(self, *, least: int = 2, most: int = 2, max_restarts: int = 0, grace: timedelta = 10 * SECOND) -> None:
         self.min_nodes, self.max_nodes = least, most
         times = RendezvousTimes(
             join_timeout=60 * SECOND, last_call=0.2 * SECOND, heartbeat=0.1 * SECOND, lost_after=60 * SECOND
@@ -115,7 +117,7 @@ class Stage:
         rules = RunRules(
             max_restarts=max_restarts,
             stall=StallRules(timeout=timedelta(), on_stall="report"),
-            preemption_grace=10 * SECOND,
+            preemption_grace=grace,
             logs="above",
             directory=self._tmp_path,
             began_ns=time.monotonic_ns(),
@@ -304,6 +306,22 @@ def test_a_preempted_machine_ends_at_the_step_at_which_all_have_saved(
     found = {name: result(node) for name, node in nodes.items()}
     assert {name: end.then for name, end in found.items()} == ends
     assert {end.code for end in found.values() if end.then == "preempted"} == {EXIT_CODE}
+
+
+def test_ranks_that_do_not_stop_in_time_are_told_on_every_machine(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.open(grace=0.05 * SECOND)
+    head, other = stage.node("head"), stage.node("other")
+    stage.generations(head, other)
+    stage.ranks_of(other).is_stuck = True
+    other.request_preemption("SIGTERM")
+    assert result(head) == result(other) == GenerationResult(then="preempted", code=EXIT_CODE)
+    capsys.readouterr()
+    assert (head.report_end(), other.report_end()) == (EXIT_CODE, EXIT_CODE)
+    told = capsys.readouterr().err
+    assert told.count("the ranks did not reach a common step within 0.05 s and were stopped") == 2
+    assert "all ranks stopped at the same step" not in told
 
 
 def test_an_invalid_message_disconnects_its_sender_only(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:

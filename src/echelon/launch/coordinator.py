@@ -25,7 +25,6 @@ from echelon.launch.failures.failure import Cause, RankEnd, cause_of, exit_statu
 from echelon.launch.generation import ANSWER_S, Generation, NodeMember, RendezvousStore
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.local.goodput_recorder import ALL_MACHINES_FILE, GoodputRecorder, GoodputReport, first_sign
-from echelon.launch.local.ranks import wait_for_verdict
 from echelon.launch.multinode.channel import (
     START_S,
     ConnectionLost,
@@ -572,7 +571,7 @@ class Coordinator:
 
     def _handle_failure(self, generation: Generation) -> None:
         noticed_ns = time.monotonic_ns()
-        ends = wait_for_verdict(generation.ends, generation)
+        ends = generation.wait_for_verdict()
         first = first_failure(ends)
         if first is None:
             return  # the program succeeded, and only the interpreter's exit crashed

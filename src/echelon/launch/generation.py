@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, final
 
 from echelon.diagnose.goodput import RankTimes
 from echelon.diagnose.stall import Answer, RankView
-from echelon.launch.failures.failure import RankEnd
+from echelon.launch.failures.failure import RankEnd, is_settled, lost_each_other
 from echelon.launch.multinode.channel import ConnectionLost, InProcessPeer, Peer
 from echelon.launch.multinode.messages import decode, encode
 from echelon.launch.multinode.roster import NodeInfo, name_of
@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 ANSWER_S = 5.0
 """Time limit for a node's answer."""
+# The exit of a failed rank becomes visible up to 1.7 s later, after the errors that it causes on other ranks.
+_STRAGGLERS_S = 1.5
+_SETTLE_POLL_S = 0.02
 
 
 class RendezvousStore(Protocol):
@@ -65,7 +68,7 @@ class NodeMember:
 class Generation:
     """One start of all ranks, on the members that were present at that time, in the order of their ranks.
 
-    It is what a supervisor watches (``Ranks``), and what a stop barrier's coordinator writes to (``SharedCommands``).
+    It is what a supervisor watches (``supervisor.Ranks``), and what a stop barrier's coordinator writes to (``SharedCommands``).
     """
 
     number: int
@@ -102,6 +105,18 @@ class Generation:
                 record = end.record and replace(end.record, time_ns=end.record.time_ns + member.offset_ns)
                 found[end.rank] = replace(end, record=record, ended_ns=_shifted(end.ended_ns, member))
         return [found.get(rank, RankEnd(rank=rank, exit_code=None)) for rank in range(self.world_size)]
+
+    def wait_for_verdict(self) -> list[RankEnd]:
+        """Wait until it is certain which rank failed first, and return how all ranks ended."""
+        deadline = time.monotonic() + _STRAGGLERS_S
+        while not is_settled(ends := self.ends()) and time.monotonic() < deadline:
+            time.sleep(_SETTLE_POLL_S)
+        running = [end.rank for end in ends if end.exit_code is None and end.record is None]
+        if not running or not lost_each_other(ends):
+            return ends
+        # No rank is known to have failed by itself, so request the stacks of the running ranks.
+        answers = self.request_stacks()
+        return [replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in self.ends()]
 
     def times(self) -> list[RankTimes]:
         """Return the times of the ranks on all nodes that answer, sorted by rank."""

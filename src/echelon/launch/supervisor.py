@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeAlias, final
+from typing import Literal, Protocol, TypeAlias, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
-from echelon.diagnose.stall import LONG_FACTOR, Class, Stall, StallClock, diagnose, name_ranks
-from echelon.launch.local.ranks import Ranks
+from echelon.diagnose.stall import LONG_FACTOR, Answer, Class, RankView, Stall, StallClock, diagnose, name_ranks
 
-__all__ = ["STALLED", "OnStall", "StallRules", "Supervisor"]
+__all__ = ["STALLED", "OnStall", "Ranks", "StallRules", "Supervisor"]
 
 STALLED = 124
 """Exit code of a run that is stopped because it stalled; timeout(1) uses the same code."""
@@ -43,6 +42,22 @@ class StallRules:
         """Maximum number of seconds of a declared slow phase."""
         limit = LONG_FACTOR * self.timeout if self.slow_timeout is None else self.slow_timeout
         return limit.total_seconds() or math.inf
+
+
+class Ranks(Protocol):
+    """The ranks that a supervisor monitors."""
+
+    def views(self) -> list[RankView]:
+        """Return each rank's current state. Times are on this machine's ``time.monotonic`` clock."""
+
+    def request_stacks(self) -> dict[int, Answer]:
+        """Ask the running ranks to save their stacks; return the answers that arrive in time."""
+
+    def stack_of(self, view: RankView) -> Answer:
+        """Return the call site of a running rank that does not respond."""
+
+    def save_report(self, report: str) -> None:
+        """Save ``report`` next to the stacks from the last request."""
 
 
 @final

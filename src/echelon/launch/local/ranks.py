@@ -6,47 +6,26 @@ import linecache
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 from echelon.diagnose.stall import Answer, RankView
-from echelon.launch.failures.failure import Frame, RankEnd, is_settled, lost_each_other
+from echelon.launch.failures.failure import Frame
 from echelon.launch.local.rank_errors import read_answer, read_stack
 from echelon.launch.local.worker import STACK_FILE
 from echelon.status.board import Board, Doing
 from echelon.status.call_site import CallSite
 from echelon.status.stack_reporter import ANSWER_FILE, DUMP_SIGNAL
 
-__all__ = ["STALL_FILE", "STOPPED_STATES", "LocalRanks", "Ranks", "read_process", "wait_for_verdict"]
-
-# The exit of a failed rank becomes visible up to 1.7 s later, after the errors that it causes on other ranks.
-_STRAGGLERS_S = 1.5
-_SETTLE_POLL_S = 0.02
+__all__ = ["STALL_FILE", "STOPPED_STATES", "LocalRanks", "read_process"]
 
 _ANSWER_S = 2.5
 _POLL_S = 0.05
 _STACK_S = 0.3
 STOPPED_STATES = frozenset("Tt")
 """States of a stopped process; t: traced by a debugger (gdb)."""
-
-
-class Ranks(Protocol):
-    """The ranks that a supervisor monitors, on one machine or on all machines."""
-
-    def views(self) -> list[RankView]:
-        """Return each rank's current state. Times are on this machine's ``time.monotonic`` clock."""
-
-    def request_stacks(self) -> dict[int, Answer]:
-        """Ask the running ranks to save their stacks; return the answers that arrive in time."""
-
-    def stack_of(self, view: RankView) -> Answer:
-        """Return the call site of a running rank that does not respond."""
-
-    def save_report(self, report: str) -> None:
-        """Save ``report`` next to the stacks from the last request."""
 
 
 STALL_FILE = "stall_{}.txt"
@@ -132,24 +111,6 @@ class LocalRanks:
     def save_report(self, report: str) -> None:
         """Save ``report`` next to the stacks from the last request."""
         (self._directory / STALL_FILE.format(self._request)).write_text(report + "\n", encoding="utf-8")
-
-
-def wait_for_verdict(ends_now: Callable[[], Sequence[RankEnd]], ranks: Ranks) -> list[RankEnd]:
-    """Wait until it is certain which rank failed first, and return how all ranks ended.
-
-    Args:
-        ends_now: returns how each rank has ended, or that it is still running.
-        ranks: the same ranks.
-    """
-    deadline = time.monotonic() + _STRAGGLERS_S
-    while not is_settled(ends := ends_now()) and time.monotonic() < deadline:
-        time.sleep(_SETTLE_POLL_S)
-    running = [end.rank for end in ends if end.exit_code is None and end.record is None]
-    if not running or not lost_each_other(ends):
-        return list(ends)
-    # No rank is known to have failed by itself, so request the stacks of the running ranks.
-    answers = ranks.request_stacks()
-    return [replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in ends_now()]
 
 
 def read_process(pid: int) -> tuple[str, float, int]:
