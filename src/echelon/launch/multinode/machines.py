@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import secrets
 import socket
@@ -310,7 +311,7 @@ def _listen(
         if error.errno == errno.EADDRINUSE and machine_rank is None and overrides.listen_on is None:
             return None  # the second launcher on one machine
         raise LaunchError(
-            f"cannot listen on {target}:{port}: {error.strerror}",
+            f"cannot listen on {target}:{port}: {os.strerror(error.errno or 0)}",
             where=where,
             do=(
                 "use a free --main_process_port, the same on all machines; `ss -ltnp` shows which process is using "

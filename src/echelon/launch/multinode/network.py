@@ -71,13 +71,10 @@ def listen(address: str, port: int) -> socket.socket:
     Raises:
         OSError: the port is in use, or this machine does not have ``address``.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    is_ipv6 = ":" in address
+    return socket.create_server(
+        (address, port),
+        family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+        backlog=_BACKLOG,
+        dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),
+    )
