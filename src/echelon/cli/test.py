@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from echelon.cli.env import system, versions
 from echelon.cli.stoppable import stoppable
 from echelon.compat.machine import convert_bytes
 from echelon.launch.environment import inherited, is_of_rank
-from echelon.launch.interrupts import Interrupts
+from echelon.launch.interrupts import Interrupts, end_launcher
 from echelon.testing.evidence import OWNED_FILE, CheckFinding, TestStart, read_findings, write_evidence
 from echelon.world.launch_variables import NO_RECORD_VARIABLE
 
@@ -281,17 +280,6 @@ def _run_part(
                 results.read_messages()
                 time.sleep(_POLL_S)
         finally:
-            _end(process)
+            end_launcher(process, grace_s=_GRACE_S)
     results.read_messages()
     return process.returncode
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)  # SIGTERM would make the ranks save first
-    try:
-        process.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its ranks are killed with it
-        process.wait()

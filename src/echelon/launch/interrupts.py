@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from echelon.status.stop_barrier import SIGNALS
 
-__all__ = ["Interrupted", "Interrupts", "handle_signals"]
+__all__ = ["Interrupted", "Interrupts", "end_launcher", "handle_signals"]
 
 _SIGNALS = (signal.SIGINT, *SIGNALS, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 
@@ -69,3 +70,15 @@ def handle_signals() -> Iterator[Interrupts]:
     finally:
         for number, handler in replaced.items():
             signal.signal(number, handler)
+
+
+def end_launcher(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """End a launcher that this program started, and with it its ranks; kill it if that takes longer than ``grace_s``."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)  # SIGTERM would make the ranks save first
+    try:
+        process.wait(timeout=grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its ranks are killed with it
+        process.wait()

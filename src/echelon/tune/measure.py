@@ -14,6 +14,7 @@ import numpy as np
 
 from echelon.base.errors import EchelonError
 from echelon.launch.environment import inherited
+from echelon.launch.interrupts import end_launcher
 from echelon.report.run_folder import find_run, read_run
 from echelon.report.step_series import StepSeries, step_series
 from echelon.tune.candidates import Candidate
@@ -100,15 +101,10 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, *, seconds: float) -> 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Stop the launcher and its ranks. The second signal prevents a checkpoint, which would take time and room."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if process.poll() is None:
-            process.send_signal(number)
-            time.sleep(0.2)  # two signals at once could be seen in the other order
-    try:
-        process.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its ranks are killed with it
-        process.wait()
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)  # two signals at once could be seen in the other order
+    end_launcher(process, grace_s=_GRACE_S)
 
 
 def too_few_steps(number: int, *, seconds: float | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 from echelon.base.printable import printable
 from echelon.launch.environment import inherited, is_of_rank
-from echelon.launch.interrupts import Interrupts
+from echelon.launch.interrupts import Interrupts, end_launcher
 from echelon.launch.local.warm_start import WARM_VARIABLE, WarmStarter
 from echelon.verify.command.layouts import Layout
 from echelon.verify.trace import file_of_rank
@@ -152,7 +151,7 @@ class LayoutRunner:
             try:
                 is_late = self._wait(process, request, counter, deadline=began + self._limits.timeout_s)
             finally:
-                _end(process)
+                end_launcher(process, grace_s=_GRACE_S)
         count = counter.count()
         self._on_update(request, count)
         seconds = time.monotonic() - began
@@ -260,17 +259,6 @@ def run_environment() -> dict[str, str]:
     values |= {NO_RECORD_VARIABLE: "1", "TORCHDYNAMO_DISABLE": "1"}
     values.setdefault("PYTHONHASHSEED", "0")
     return values
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its ranks are killed with it
-        process.wait()
 
 
 _REPORT = re.compile(r"^echelon: ", re.MULTILINE)
