@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -240,20 +240,26 @@ def _sharding_by_library(found: Any) -> ExistingSharding | None:
 
 def _objects_read_by(dataset: Any) -> Iterator[Any]:
     """Yield ``dataset`` and the datasets, iterables and functions in its attributes and closures."""
+
+    def held_by(found: Any) -> Iterable[Any]:
+        return filter(_may_shard, found[:32] if isinstance(found, (list, tuple)) else _children(found))
+
+    objects = _reachable([dataset], held_by, max_depth=_MAX_DEPTH)
+    return (found for found in objects if not isinstance(found, (list, tuple)))
+
+
+def _reachable(starts: Iterable[Any], next_of: Callable[[Any], Iterable[Any]], *, max_depth: int) -> Iterator[Any]:
+    """Yield ``starts`` and what ``next_of`` leads to, nearest first, each object once."""
     seen: set[int] = set()
-    waiting: deque[tuple[Any, int]] = deque([(dataset, 0)])
+    waiting = deque((start, 0) for start in starts)
     while waiting and len(seen) < _MAX_OBJECTS:
         found, depth = waiting.popleft()
         if id(found) in seen:
             continue
         seen.add(id(found))
-        if isinstance(found, (list, tuple)):
-            children: Iterable[Any] = found[:32]
-        else:
-            yield found
-            children = _children(found)
-        if depth < _MAX_DEPTH:
-            waiting.extend((child, depth + 1) for child in children if _may_shard(child))
+        yield found
+        if depth < max_depth:
+            waiting.extend((other, depth + 1) for other in next_of(found))
 
 
 def _children(found: Any) -> list[Any]:
@@ -294,20 +300,13 @@ def _may_shard(child: Any) -> bool:
 
 
 def _shard_numbers(found: Any) -> tuple[int, int] | None:
-    """Return (number of shards, index of own shard) if ``found`` has attributes for both."""
-    count, index = _first_int(found, _COUNT_NAMES), _first_int(found, _INDEX_NAMES)
-    if count is None or index is None or not 0 <= index < max(count, 1):
-        return None
-    return count, index
-
-
-def _first_int(found: Any, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        for written in (name, f"_{name}"):
-            value = getattr(found, written, None)
-            if type(value) is int:
-                return value
-    return None
+    """Return (number of shards, index of own shard) if ``found`` has attributes for both, also with a leading "_"."""
+    numbers = []
+    for names in (_COUNT_NAMES, _INDEX_NAMES):
+        values = (getattr(found, written, None) for name in names for written in (name, f"_{name}"))
+        numbers.append(next((value for value in values if type(value) is int), None))
+    count, index = numbers
+    return None if count is None or index is None or not 0 <= index < max(count, 1) else (count, index)
 
 
 # ---- code ---------------------------------------------------------------------------------------------------------------
@@ -315,26 +314,25 @@ def _first_int(found: Any, names: tuple[str, ...]) -> int | None:
 
 def _code_uses_rank(found: Any) -> bool:
     """Return whether the user's code in ``found`` reads both the rank and the number of ranks."""
-    if isinstance(found, types.FunctionType):
-        starts: list[Any] = [found]
-    else:
+    is_object = not isinstance(found, types.FunctionType)
+    starts: list[Any] = [found]
+    if is_object:
         kinds = [kind for kind in type(found).__mro__ if not _is_library(kind.__module__)]
         starts = [vars(kind).get(name) for kind in kinds for name in ("__iter__", "__init__", "__next__", "__call__")]
-    words: set[str] = set()
-    seen: set[int] = set()
-    waiting = deque((start, 0) for start in starts if isinstance(start, types.FunctionType))
-    while waiting and len(seen) < _MAX_OBJECTS:
-        function, depth = waiting.popleft()
-        if id(function) in seen or _is_library(function.__module__):
-            continue
-        seen.add(id(function))
+
+    def called_by(function: types.FunctionType) -> Iterable[Any]:
         names = set(_names_in(function.__code__))
-        words |= names
-        if depth < 3:
-            called = [function.__globals__.get(name) for name in names]
-            called += [getattr(type(found), name, None) for name in names if not isinstance(found, types.FunctionType)]
-            waiting.extend((one, depth + 1) for one in called if isinstance(one, types.FunctionType))
+        called = [function.__globals__.get(name) for name in names]
+        called += [getattr(type(found), name, None) for name in names if is_object]
+        return filter(_is_users_function, called)
+
+    functions = _reachable(filter(_is_users_function, starts), called_by, max_depth=3)
+    words = {name for function in functions for name in _names_in(function.__code__)}
     return bool(words & _RANK_COUNT_NAMES) and bool(words & _RANK_NAMES)
+
+
+def _is_users_function(found: Any) -> bool:
+    return isinstance(found, types.FunctionType) and not _is_library(found.__module__)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
