@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import Phase, given, settings, strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
+from echelon.base.errors import UsageError
 from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, UpdateSplitter, make_order
 
 
@@ -179,6 +180,31 @@ def test_a_custom_sampler_keeps_its_order_and_can_be_resumed_anywhere() -> None:
     odd_first = [1, 3, 5, 7, 0, 2, 4, 6, 8]
     assert _drawn(odd_first, 9) == [[1, 3, 5, 7], [0, 2, 4, 6], [8]]
     assert _drawn(odd_first, 9, start=4) == [[0, 2, 4, 6], [8]]
+
+
+@pytest.mark.parametrize("index", [-1, 9])
+def test_index_outside_the_dataset_is_refused(index: int) -> None:
+    with pytest.raises(UsageError, match=f"yielded the index {index}, but the dataset has 9 samples"):
+        _drawn([0, 1, index], 9)
+
+
+def test_repeated_indices_warn_unless_the_sampler_draws_with_replacement() -> None:
+    with pytest.warns(UserWarning, match="repeated 2 of 5 samples in one pass"):
+        _drawn([0, 1, 1, 2, 0], 9)
+    weighted = WeightedRandomSampler([1.0, 1.0], 5, replacement=True)
+    assert sum(len(piece) for piece in _drawn(weighted, 2)) == 5  # warnings are errors
+
+
+def test_a_dataset_that_changes_its_length_is_rejected() -> None:
+    data = list(range(9))
+    options = ExactOptions(seed=0)
+    loader = DataLoader(data, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    order = make_order(loader.batch_sampler, data, options, alone=True)
+    one = ExactBatches(order, UpdateSplitter(rank=0, world_size=1, options=options, batch_size=4))
+    assert len(list(one)) == 3
+    data.append(9)
+    with pytest.raises(UsageError, match="had 9 samples when its loader was prepared, but now has 10"):
+        list(one)
 
 
 def test_seeking_far_into_an_order_is_immediate() -> None:
