@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,57 +137,37 @@ class Checkpoint:
         self._fill(name, layout, box, values)
         return values
 
-    def read_into(
-        self,
-        targets: Mapping[str, torch.Tensor | ShardPart],
-        *,
-        optional: Collection[str] = (),
-        show: BarOpener = no_bar,
-    ) -> list[str]:
-        """Copy tensors from the checkpoint into this rank's tensors and shards, and return the names of missing tensors.
+    def read_into(self, targets: Mapping[str, torch.Tensor | ShardPart], *, show: BarOpener = no_bar) -> None:
+        """Copy tensors from the checkpoint into this rank's tensors and shards.
 
         Besides the targets, only one chunk at a time is held in host memory.
 
         Args:
             targets: destinations by name. Their dtypes may differ from the saved dtypes, but their shapes must match.
-            optional: names that may be missing.
             show: opens the progress bar.
 
         Raises:
             CheckpointError: a tensor is missing or has a different shape. In this case, nothing is copied.
         """
-        wanted = {name: box_of(target) for name, target in targets.items()}
-        missing = self.require_fit({name: shape for name, (shape, _, _) in wanted.items()}, optional=optional)
-        num_bytes = {name: values.numel() * values.element_size() for name, (_, _, values) in wanted.items()}
-        with show(f"loading {self.folder.name}", sum(num_bytes.values())) as progress:
-            for name, (_, box, values) in wanted.items():
-                if name not in missing:
-                    with torch.no_grad():
-                        self._fill(name, self.layout(name), box, values)
-                progress(num_bytes[name])
-        return missing
-
-    def require_fit(self, shapes: Mapping[str, Sequence[int]], *, optional: Collection[str] = ()) -> list[str]:
-        """Return the names in ``shapes`` that are missing from the checkpoint.
-
-        Raises:
-            CheckpointError: a tensor that is not ``optional`` is missing, or a tensor has a different shape.
-        """
-        missing = [name for name in shapes if self.manifest.of(name) is None]
-        required = [name for name in missing if name not in optional]
-        if required:
+        missing = [name for name in targets if self.manifest.of(name) is None]
+        if missing:
             raise CheckpointError(
-                f"{self.folder} does not contain {', '.join(required[:5])}{' and others' if len(required) > 5 else ''}",
+                f"{self.folder} does not contain {', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}",
                 do="load a checkpoint of this model, or pass load_state(allow_missing=) to allow these names to be "
                 "missing",
             )
-        for name, shape in shapes.items():
-            if name not in missing and self.layout(name).shape != tuple(shape):
+        wanted = {name: box_of(target) for name, target in targets.items()}
+        for name, (shape, _, _) in wanted.items():
+            if self.layout(name).shape != tuple(shape):
                 raise CheckpointError(
                     f"{name} has shape {list(self.layout(name).shape)} in {self.folder}, but {list(shape)} in this run",
                     do="load a checkpoint of this model",
                 )
-        return missing
+        with show(f"loading {self.folder.name}", sum(values.nbytes for _, _, values in wanted.values())) as progress:
+            for name, (_, box, values) in wanted.items():
+                with torch.no_grad():
+                    self._fill(name, self.layout(name), box, values)
+                progress(values.nbytes)
 
     def _fill(self, name: str, layout: TensorLayout, box: ChunkBounds, values: torch.Tensor) -> None:
         stored_name = self.manifest.aliases.get(name, name)
@@ -278,7 +258,6 @@ def newest(
     candidates: Sequence[Path],
     *,
     world: World,
-    usable: Callable[[Checkpoint], str | None] = lambda _: None,
     gather: Gather = gather_bytes,
 ) -> CheckpointSearch:
     """Return the first of ``candidates`` that is intact on every machine, along with those that were skipped and why.
@@ -286,7 +265,6 @@ def newest(
     Args:
         candidates: paths, newest first. Some of them may be missing on some machines.
         world: the ranks and machines in the run.
-        usable: returns the reason for rejecting an intact checkpoint, or None to accept it. Must return the same on all ranks.
         gather: how the ranks communicate.
 
     Collective: call on every rank.
@@ -295,9 +273,9 @@ def newest(
     skipped: list[tuple[Path, str]] = []
     for name in dict.fromkeys(name for each in listed for name in each):  # rank zero's order first
         checkpoint, problem = try_open(Path(name), world=world, gather=gather)
-        problem = problem if checkpoint is None else usable(checkpoint)
-        if problem is None:
+        if checkpoint is not None:
             return CheckpointSearch(checkpoint=checkpoint, skipped=skipped)
+        assert problem is not None
         skipped.append((Path(name), problem))
     return CheckpointSearch(checkpoint=None, skipped=skipped)
 

@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -164,10 +165,10 @@ class Save:
     def _commit(self, files: Sequence[dict[str, list[Any]]]) -> None:
         if self.rank != self.crew[0]:
             return
-        try:
-            replaced = read_manifest(self.pending.target).files
-        except CheckpointError:
-            replaced = {}
+        replaced: Collection[str] = ()
+        if storage.kind(self.pending.target) is not None:
+            with suppress(CheckpointError):  # not a checkpoint in this format, or a damaged one
+                replaced = read_manifest(self.pending.target).files
         merged = {name: FileFacts(*facts) for rank in self.crew for name, facts in files[rank].items()}
         self.pending.commit(
             manifest=replace(self.manifest, files=merged).to_bytes(),

@@ -35,7 +35,7 @@ class CheckpointStore:
         self._session = session
         self._project = session.project
         self.background = BackgroundSaver()
-        self._failures_in_a_row = 0  # the same number on every rank
+        self._failures_in_a_row = 0  # the same on every rank
         self._lock: RunLock | None = None
         self._place: Path | None = None  # folder locked by the active ``alone_in`` block
 
@@ -105,7 +105,7 @@ class CheckpointStore:
             self._lock = None
 
     def lock_numbered(self, target: Path, *, is_first: bool, is_foreign: bool) -> None:
-        """Lock the folder of numbered checkpoints and remove leftovers of interrupted saves.
+        """Lock the folder of automatically named checkpoints, if they are, and remove leftovers of interrupted saves.
 
         Args:
             target: the next checkpoint.
@@ -116,13 +116,14 @@ class CheckpointStore:
         """
 
         def lock() -> None:
-            if is_first and self._project.automatic_checkpoint_naming and self._lock is None:
+            if is_first and self._lock is None:
                 folder = storage.real_path(target.parent)
                 # Accelerate's load_state treats every entry of the folder as a numbered checkpoint.
                 path = folder.parent / f".{folder.name}.lock" if is_foreign else folder / ".lock"
                 self._lock_folder(folder, path, prefix=PREFIX)
 
-        run_on_all_ranks("locking the checkpoint folder", lock, gather_bytes, target=target)
+        if self._project.automatic_checkpoint_naming:
+            run_on_all_ranks("locking the checkpoint folder", lock, gather_bytes, target=target)
 
     def _lock_folder(self, folder: Path, path: Path, *, prefix: str) -> None:
         make_folders(folder)
@@ -239,26 +240,32 @@ class CheckpointStore:
         Raises:
             TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
         """
-        is_saved = self.attempt(save)
-        if is_saved:
-            self._failures_in_a_row = 0
-        return is_saved
-
-    def attempt(self, action: Callable[[], None]) -> bool:
-        """Like ``count_failures``, but of a part of a save: its success does not end a row of failures."""
         try:
-            action()
+            save()
         except SaveFailedError as error:
-            self._failures_in_a_row += 1
-            number, limit = self._failures_in_a_row, self._project.max_failed_saves
-            if number >= limit:
-                raise TooManyFailedSavesError(
-                    f"{number} consecutive checkpoints could not be written; the last error was:\n{error.what}",
-                    do=f"{error.do}. The process exits with code {EXIT_CODE}; the launcher may report a different one",
-                ) from error
-            warn(f"{error.what}\n  Training continues ({number} of at most {limit} failures in a row).")
+            self.note_failure(error)
             return False
+        self.note_success()
         return True
+
+    def note_success(self) -> None:
+        """End a row of failed saves."""
+        self._failures_in_a_row = 0
+
+    def note_failure(self, error: SaveFailedError) -> None:
+        """Count ``error``, which was raised on every rank, and warn about it.
+
+        Raises:
+            TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
+        """
+        self._failures_in_a_row += 1
+        number, limit = self._failures_in_a_row, self._project.max_failed_saves
+        if number >= limit:
+            raise TooManyFailedSavesError(
+                f"{number} consecutive checkpoints could not be written; the last error was:\n{error.what}",
+                do=f"{error.do}. The process exits with code {EXIT_CODE}; the launcher may report a different one",
+            ) from error
+        warn(f"{error.what}\n  Training continues ({number} of at most {limit} failures in a row).")
 
 
 def no_folder_error(function: str, *, do: str) -> UsageError:

@@ -46,6 +46,7 @@ from echelon.checkpoint.read import Checkpoint, open_verified
 from echelon.checkpoint.save import (
     Content,
     Save,
+    SaveFailedError,
     begin_save,
     run_on_all_ranks,
     save_folder,
@@ -489,8 +490,7 @@ class Checkpoints:
                 )
 
         content = collect()
-
-        def begin() -> Save:
+        try:
             self.store.lock_numbered(target, is_first=is_first, is_foreign=False)
             save = begin_save(
                 target,
@@ -502,17 +502,16 @@ class Checkpoints:
             )
             if self._save_hooks:
                 self._run_save_hooks(models, save, collect)
-            return save
-
-        def save_now() -> None:
-            begin().finish(show=progress_bar)
-            self.store.rotate(target, is_first)
-
-        def save_in_background() -> None:
-            self.store.background.start(begin(), afterwards=lambda folder: self.store.rotate(folder, is_first))
-
-        if self.store.count_failures(save_now) if blocking else self.store.attempt(save_in_background):
-            self._project.iteration += 1
+            if blocking:
+                save.finish(show=progress_bar)
+                self.store.note_success()
+                self.store.rotate(target, is_first)
+            else:
+                self.store.background.start(save, afterwards=lambda folder: self.store.rotate(folder, is_first))
+        except SaveFailedError as error:
+            self.store.note_failure(error)
+            return target
+        self._project.iteration += 1
         return target
 
     def _run_save_hooks(self, models: list[nn.Module], save: Save, collect: Callable[[], Content]) -> None:
