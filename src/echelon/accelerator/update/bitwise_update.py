@@ -57,7 +57,7 @@ class ShardSplit:
 
     @property
     def place(self) -> tuple[int, int]:
-        """See ``PassDriver.place``."""
+        """Index of the current shard, and the number of shards."""
         shard = None if self._contribution is None else self._contribution.shard
         return shard or 0, self._num_shards  # a process without a shard adds zeros
 

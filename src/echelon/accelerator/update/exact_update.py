@@ -60,7 +60,7 @@ class BatchSplit(Protocol):
 
     @property
     def place(self) -> tuple[int, int]:
-        """See ``PassDriver.place``."""
+        """Index of the current part among the sums of an update, and the number of these sums."""
 
     def describe(self, batch_size: int) -> str:
         """Return how a global batch is split."""
@@ -461,10 +461,8 @@ class ExactUpdate(PassDriver[PreparedLoader]):
         """Add a mean loss over ``num_items`` items on this rank to the update's loss."""
         if self._is_reevaluating:
             return
-        postponed, taken = (
-            sum(optimizer.num_postponed for optimizer in self._objects.optimizers),
-            self._objects.num_steps(),
-        )
+        postponed = sum(optimizer.num_postponed for optimizer in self._objects.optimizers)
+        taken = self._objects.num_steps()
         if not self._is_counted:
             self._steps_at_loss = postponed, taken
         num_postponed, num_taken = postponed - self._steps_at_loss[0], taken - self._steps_at_loss[1]
