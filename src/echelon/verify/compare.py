@@ -245,7 +245,7 @@ def _compare_clips(comparison: Comparison, update: int) -> None:
     if unequal is not None:
         comparison.add(unequal)
     ours, theirs = comparison.layout.at(0, update).clips, comparison.reference.at(0, update).clips
-    twins = [run.at(0, update).clips for run in (comparison.exact, *comparison.perturbed) if run is not None]
+    twins = [run.at(0, update).clips for run in comparison.twins]
     line = next((one.line for one in (*ours, *theirs) if one.line), "")
     if len(ours) != len(theirs):
         values = f"clipping functions are called {len(ours)} times in update {update}, in the reference run {len(theirs)} times"
@@ -305,11 +305,10 @@ def _allowed_rate(comparison: Comparison, rate: float, exact: float, steps: floa
 
 def _losses(comparison: Comparison) -> list[tuple[float, float]]:
     """Return the losses of the reference, each with those of its other runs."""
-    runs = [run for run in (comparison.exact, *comparison.perturbed) if run is not None]
     return [
         (one.value, other.value)
         for update in comparison.reference.updates
-        for run in runs
+        for run in comparison.twins
         for one, other in zip(comparison.reference.at(0, update).losses, run.at(0, update).losses, strict=False)
         if math.isfinite(one.value) and math.isfinite(other.value)
     ]
@@ -318,10 +317,9 @@ def _losses(comparison: Comparison) -> list[tuple[float, float]]:
 def _measured_rates(comparison: Comparison) -> list[tuple[float, float]]:
     """Return the different rates of the first parameter group in the reference, each with those of its other runs."""
     found: dict[tuple[float, float], None] = {}
-    runs = [run for run in (comparison.exact, *comparison.perturbed) if run is not None]
     for update in comparison.reference.updates:
         steps = comparison.reference.at(0, update).steps
-        for run in runs:
+        for run in comparison.twins:
             for own, other in zip(steps, run.at(0, update).steps, strict=False):
                 if own.lrs and other.lrs:
                     found.setdefault((own.lrs[0], other.lrs[0]))

@@ -48,24 +48,12 @@ class Recording:
     """
 
     def __init__(
-        self,
-        writer: TraceWriter,
-        *,
-        rank: int,
-        world_size: int,
-        steps: int,
-        dtype: Literal["own", "float64"] = "own",
-        batch_factor: int = 1,
-        first_update: int = 0,
-        on_done: Callable[[], None] | None = None,
+        self, writer: TraceWriter, process: RecordedProcess, *, steps: int, on_done: Callable[[], None] | None
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.process = process
         self.steps = steps
-        self.dtype = dtype
-        self.batch_factor = batch_factor
-        self.first_update = first_update
-        self.update = first_update
+        self.first_update = process.first_update
+        self.update = process.first_update
         """The update that the script is in, or that it completed last if no training forward pass has begun since."""
         self.micro_step = 0
         """Number of backward passes that have ended in this update."""
@@ -313,25 +301,11 @@ def recording(
         on_done: function that is called after the last update, before ``RecordingDone`` is raised; it may leave the process.
     """
     writer = TraceWriter(folder, rank)
-    one = Recording(
-        writer,
-        rank=rank,
-        world_size=world_size,
-        steps=steps,
-        dtype=dtype,
-        batch_factor=batch_factor,
-        first_update=first_update,
-        on_done=on_done,
+    process = RecordedProcess(
+        rank=rank, world_size=world_size, dtype=dtype, batch_factor=batch_factor, first_update=first_update
     )
-    writer.add(
-        RecordedProcess(
-            rank=rank,
-            world_size=world_size,
-            dtype=dtype,
-            batch_factor=batch_factor,
-            first_update=first_update,
-        )
-    )
+    writer.add(process)
+    one = Recording(writer, process, steps=steps, on_done=on_done)
     with one.undo:
         one.undo.callback(writer.close)
         one.install(parts)

@@ -89,8 +89,7 @@ class References:
         """Return ``reference`` with its twin in float64, if that can be run."""
         factor = reference.batch_factor
         if factor not in self._twins:
-            twin = reference if self._saved else self._run_float64(reference)
-            self._twins[factor] = twin
+            self._twins[factor] = reference if self._saved else self._run_float64(reference)
         return self._twins[factor]
 
     def with_perturbations(self, reference: Reference) -> Reference:

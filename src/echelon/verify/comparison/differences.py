@@ -140,6 +140,8 @@ class Comparison:
         self.reference = reference
         self.exact = exact
         self.perturbed = list(perturbed)
+        self.twins = [run for run in (exact, *perturbed) if run is not None]
+        """Other runs of the reference, which show its rounding errors."""
         self.is_bitwise = is_bitwise
         self.samples = SampleIds()
         self.tolerances = Tolerances(probability)
@@ -258,10 +260,9 @@ class Comparison:
 
     def measured(self, update: int, kind: TensorKind, theirs: Mapping[str, RecordedTensor]) -> dict[str, Measurement]:
         """Return the rounding error of each tensor of the reference."""
-        twins = [run.tensors(update, kind) for run in (self.exact, *self.perturbed) if run is not None]
+        twins = [run.tensors(update, kind) for run in self.twins]
         if kind == "clipped":
-            runs = [run for run in (self.exact, *self.perturbed) if run is not None]
-            twins = [twin or run.tensors(update, "reduced") for twin, run in zip(twins, runs, strict=True)]
+            twins = [twin or run.tensors(update, "reduced") for twin, run in zip(twins, self.twins, strict=True)]
         result = {}
         depth = math.sqrt(self.num_samples(update))
         for name, tensor in theirs.items():
@@ -385,7 +386,7 @@ class Comparison:
 
     def _reference_rows(self, update: int) -> dict[tuple[object, ...], _Output]:
         result: dict[tuple[object, ...], _Output] = {}
-        twins = [_rows_by_position(run, update) for run in (self.exact, *self.perturbed) if run is not None]
+        twins = [_rows_by_position(run, update) for run in self.twins]
         for rank in range(self.reference.world_size):
             for forward, call, rows in rows_by_sample(self.reference, update, self.samples, rank=rank):
                 roundoff = self._output_roundoff(forward)

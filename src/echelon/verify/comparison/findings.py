@@ -192,8 +192,7 @@ def _is_loss_right(comparison: Comparison, update: int) -> bool:
         known = [float(weight) for weight in weights if weight]
         if len(known) == len(ours):
             mean = sum(weight * one[0] for weight, one in zip(known, ours, strict=True)) / sum(known)
-            twins = [run for run in (comparison.exact, *comparison.perturbed) if run is not None]
-            exact = [one.value for run in twins for rank in run.ranks_at(update) for one in rank.losses]
+            exact = [one.value for run in comparison.twins for rank in run.ranks_at(update) for one in rank.losses]
             error = abs(sum(exact) / len(exact) - expected) if exact else 0.0
             if abs(mean - expected) <= 16 * max(roundoff * abs(expected), error):
                 return True

@@ -36,7 +36,7 @@ _SCHEDULERS = ("echelon.accelerator.update.scheduler", "accelerate.scheduler")
 
 
 class MergedBatches:
-    """Makes each DataLoader that the script builds return batches that are ``recording.batch_factor`` times as large.
+    """Makes each DataLoader that the script builds return batches that are ``batch_factor`` times as large.
 
     The result is what a loader with the larger batch size returns: the same order, and at the end a smaller batch or, with drop_last, none.
     """
@@ -48,7 +48,7 @@ class MergedBatches:
 
     def install(self, recording: Recording) -> None:
         """Patch the constructor and the length of DataLoader."""
-        self._factor = recording.batch_factor
+        self._factor = recording.process.batch_factor
         if self._factor > 1:
             recording.wrap(DataLoader, "__init__", self._construct)
             recording.wrap(DataLoader, "__len__", self._length)

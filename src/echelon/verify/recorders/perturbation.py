@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer, optimizer as torch_optimizer
+from torch.optim import Optimizer
 
+from echelon.verify.recorders.losses import parameters_of
 from echelon.verify.recording import Recording
 
 __all__ = ["GradientPerturbation", "Perturbation"]
@@ -37,7 +38,7 @@ class Perturbation:
         signs = _Signs(self._seed)
         with torch.no_grad():
             for parameter in root.parameters():
-                weights: Any = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+                weights = _local(parameter)
                 if weights.is_floating_point():
                     weights.mul_(1 + torch.finfo(weights.dtype).eps * signs.like(weights))
 
@@ -55,46 +56,26 @@ class GradientPerturbation:
     def __init__(self, seed: int, errors: Mapping[str, float]) -> None:
         self._signs = _Signs(seed)
         self._errors = errors
-        self._outermost: Optimizer | None = None
         self._recording: Recording
 
     def install(self, recording: Recording) -> None:
-        """Register the hooks."""
+        """Register the callback, which runs after that of the recorder of gradients."""
         self._recording = recording
-        before = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
-        recording.undo.callback(before.remove)
-        recording.undo.callback(torch_optimizer.register_optimizer_step_post_hook(self._after_step).remove)
-        hooks: Any = torch_optimizer._global_optimizer_pre_hooks
+        recording.on_step.append(self._before_step)
 
-        def begin_forward(*_: Any) -> None:
-            self._outermost = None
-            hooks.move_to_end(before.id)  # after the hook that records the gradients
-
-        recording.on_training_forward.append(begin_forward)
-
-    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._outermost is not None:
-            return  # an optimizer inside another one
-        self._outermost = optimizer
+    def _before_step(self, optimizer: Optimizer, _loss_scale: float) -> None:
         with torch.no_grad():
             gradients = self._gradients_of(optimizer)
             unused = _unused_rows(gradients)
             for owner, gradient in gradients.items():
                 self._perturb(owner, gradient, unused)
 
-    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._outermost is optimizer:
-            self._outermost = None
-
     def _gradients_of(self, optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
         found = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                owner = self._recording.owner_of(parameter)
-                gradient: Any = parameter.grad
-                gradient = getattr(gradient, "_local_tensor", gradient)  # of a DTensor
-                if owner is not None and gradient is not None:
-                    found[owner] = gradient
+        for parameter in parameters_of(optimizer):
+            owner, gradient = self._recording.owner_of(parameter), _local(parameter.grad)
+            if owner is not None and gradient is not None:
+                found[owner] = gradient
         return {
             owner: gradient
             for owner, gradient in found.items()
@@ -114,6 +95,10 @@ class GradientPerturbation:
             elif rows is not None and gradient.dim() and len(rows) == len(gradient):
                 change[rows] = 0.0
             gradient.add_(change)
+
+
+def _local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)  # of a DTensor
 
 
 def _module_of(owner: tuple[int, str]) -> tuple[int, str]:
