@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
@@ -97,12 +98,6 @@ def joined_run(
         Interrupted: the launcher received a signal.
         LaunchError: the connection failed, or the coordinator refused this machine.
     """
-
-    def new_store() -> RendezvousStore:
-        from echelon.world.group import LoopbackStore  # noqa: PLC0415 - imports torch
-
-        return LoopbackStore(port)
-
     info = replace(_ONE_MACHINE, num_processes=num_processes) if plan is None else plan.info
     own: Coordinator | None = None
     if plan is not None and plan.listener is None:
@@ -110,8 +105,10 @@ def joined_run(
 
         node = Node(info, RemoteCoordinator(plan), interrupts, preemption_grace=rules.preemption_grace)
     else:
+        from echelon.world.group import LoopbackStore  # noqa: PLC0415 - imports torch, and here the user sees if it is missing
+
         times = _TIMES_OF_ONE_MACHINE if plan is None else plan.times
-        own = Coordinator(info, times=times, rules=rules, new_store=new_store)
+        own = Coordinator(info, times=times, rules=rules, new_store=partial(LoopbackStore, port))
         if plan is not None and plan.listener is not None:
             own.listen(plan.listener, plan.token)
         node = Node(info, own, interrupts, preemption_grace=rules.preemption_grace)
