@@ -45,6 +45,7 @@ class Epochs(PassTracker[PreparedLoader]):
         objects: the prepared objects.
         preemption: handler that may stop the run at the end of an update or epoch.
         is_exact: whether the update policy itself tracks the position of an update.
+        device_type: the type of this process's device.
         on_batch: observes the loaders' batches.
     """
 
@@ -56,6 +57,7 @@ class Epochs(PassTracker[PreparedLoader]):
         objects: PreparedObjects,
         preemption: PreemptionHandler,
         is_exact: bool,
+        device_type: str,
         on_batch: Callable[[PreparedLoader, Any], None] | None = None,
     ) -> None:
         self._on_batch = on_batch
@@ -64,6 +66,7 @@ class Epochs(PassTracker[PreparedLoader]):
         self._objects = objects
         self._preemption = preemption
         self._is_exact = is_exact
+        self._device_type = device_type
         self._num_at_boundary = 0  # steps at the last boundary
         self._epoch: int | None = None  # of the active loop over epochs
         self._next: int | None = None  # epoch in which a run without training loaders continues
@@ -102,7 +105,7 @@ class Epochs(PassTracker[PreparedLoader]):
             owner=loader,
             records={id(one.source): one.record_now(num_unused=int(one is loader)) for one in reading},
             draws={id(one.source): one.rng_state(num_unused=int(one is loader)) for one in reading},
-            random_states=current_random_states(),
+            random_states=current_random_states(self._device_type),
         )
 
     def end_batch(self, loader: PreparedLoader) -> None:

@@ -17,15 +17,19 @@ __all__ = ["current_random_states", "restore_random_states"]
 _RANDOM: Any = np.random  # numpy's stubs lack get_bit_generator
 
 
-def current_random_states() -> dict[str, Any]:
-    """Return the RNG states of ``random``, numpy, torch and the accelerators under Accelerate's keys."""
+def current_random_states(device_type: str | None = None) -> dict[str, Any]:
+    """Return the RNG states of ``random``, numpy, torch and the accelerators under Accelerate's keys.
+
+    Args:
+        device_type: the type of this process's device; without it, it is looked up in the environment.
+    """
     is_numpys = isinstance(_RANDOM.get_bit_generator(), np.random.MT19937)  # else a custom one
     states = {
         "random_state": random.getstate(),
         "numpy_random_seed": _RANDOM.get_state(legacy=is_numpys),
         "torch_manual_seed": torch.get_rng_state(),
     }
-    kind = World.current().device.type
+    kind = device_type or World.current().device.type
     return states if kind == "cpu" else states | _device_states(kind)
 
 

@@ -103,6 +103,7 @@ class Session:
             objects=self.objects,
             preemption=self.preemption,
             is_exact=self.parity != "off",
+            device_type=self.world.device.type,
             on_batch=None if self.live_check is None else self.live_check.note_batch,
         )
         contribution = None if self.update.driver is None else self.update.driver.contribution

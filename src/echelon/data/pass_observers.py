@@ -52,7 +52,7 @@ class PassObservers:
         if begin_batch is not None:
             before.append(begin_batch)
         if draws is not None:
-            before.append(lambda _batch: draws.take())
+            before.append(draws.take)
         if notes is not None:
             phases = _Phases(notes, times_forward=is_alone)
             before.append(phases.before_reading)
@@ -60,7 +60,7 @@ class PassObservers:
         if recorder is not None:
             after.append(_SampleCounter(recorder).count)
         if draws is not None:
-            after.append(lambda _batch, _facts: draws.end_batch())
+            after.append(draws.end_batch)
         return cls(before_reading=tuple(before), after_reading=tuple(after))
 
 

@@ -79,8 +79,8 @@ class HostDraws:
         self.recorded: dict[str, Any] = {}
         """The most recently recorded states."""
 
-    def take(self) -> None:
-        """Record the current states before a batch (or a pass) is read."""
+    def take(self, _batch: object = None) -> None:
+        """Record the current states before a batch (or a pass) is read. An observer of passes gives the current batch."""
         if self.is_of_a_batch:
             generators = [generator.get_state() for generator in self._generators]
             others = self._others.before() or {}
@@ -88,8 +88,8 @@ class HostDraws:
         else:
             self.recorded = self._current_states()
 
-    def end_batch(self) -> None:
-        """Update the detector after a batch has been read."""
+    def end_batch(self, _batch: object = None, _facts: object = None) -> None:
+        """Update the detector after a batch has been read. An observer of passes gives the current batch and its facts."""
         if self.is_of_a_batch:
             self._others.after()
 
