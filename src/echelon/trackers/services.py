@@ -531,6 +531,9 @@ class _RunTracker(_ServiceTracker):
     main_process_only = False
     run: Any = None
 
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+
     @property
     def tracker(self) -> Any:
         """The run; None before ``start``."""
