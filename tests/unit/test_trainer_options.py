@@ -306,7 +306,9 @@ def test_memory_metrics_are_there_when_asked_for(tmp_path: Path) -> None:
 def test_the_cache_is_emptied_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emptied = []
     trainer = Trainer(Line(), _args(tmp_path, torch_empty_cache_steps=2), train_dataset=DATA)
-    monkeypatch.setattr("echelon.trainer.loop.clear_device_cache", lambda: emptied.append(trainer.state.global_step))
+    monkeypatch.setattr(
+        "echelon.trainer.training_run.clear_device_cache", lambda: emptied.append(trainer.state.global_step)
+    )
     trainer.train()
     assert emptied == [0, 2, 4]
 

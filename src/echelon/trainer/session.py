@@ -40,11 +40,6 @@ class RunningCall(Protocol):
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, checkpoint: str | None
     ) -> tuple[int, int]: ...
     def prepare(self, max_steps: int, loader: Any) -> tuple[nn.Module, Any]: ...
-
-
-class RunningLoop(Protocol):
-    """The loop of a call, once it is prepared (``trainer/loop.py``)."""
-
     def run_epoch(self, epoch: int, loader: Any) -> None: ...
     def log_evaluate_save(self, grad_norm: Any = None, learning_rate: float | None = None) -> None: ...
     def evaluate(
@@ -164,8 +159,8 @@ class TrainerSession:
     """The running ``Trainer.train`` call; None outside training, like ``resumed`` and ``loop``."""
     resumed: LoadedCheckpoint | None = None
     """The checkpoint that the running call resumes from."""
-    loop: RunningLoop | None = None
-    """The running call's loop, once it is prepared."""
+    loop: RunningCall | None = None
+    """The running call, once it is prepared."""
     trial: RunningTrial | None = None
     """The running trial; None outside a search."""
     losses: MeanLoss | None = None
@@ -192,7 +187,7 @@ class TrainerSession:
     saved_steps: set[int] = field(default_factory=set)
     """Steps whose checkpoints the latest training run has saved, or has resumed from, in its output directory."""
     plan: TrainingPlan | None = None
-    """The latest training run's plan."""
+    """What ``Trainer.set_initial_training_values`` has planned last."""
     own_attributes: frozenset[str] = frozenset()
     """Attributes that the Trainer had after construction, and those that have been reported since."""
     default_columns: list[str] | None = None

@@ -1,27 +1,36 @@
-"""One ``Trainer.train`` call: sets up the data, model, optimizer and checkpoint, and runs the loop."""
+"""One ``Trainer.train`` call: its set-up, and the loop of epochs, updates, logs, evaluations and checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import sys
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch import nn
 
-from echelon.accelerator import AcceleratedScheduler, DummyScheduler
 from echelon.accelerator.checkpoint.folders import same_on_all_ranks
-from echelon.accelerator.prepare.build_deepspeed import parameters_by_group
-from echelon.accelerator.update.scheduler import steps_with_metric
-from echelon.base.errors import ConfigError, UsageError
+from echelon.accelerator.memory import clear_device_cache
+from echelon.accelerator.preemption import Preempted
+from echelon.accelerator.rng_states import current_random_states, restore_random_states
+from echelon.accelerator.update.step_timing import record_planned_steps
 from echelon.base.logging import get_logger
+from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
-from echelon.trainer.arguments.training_arguments import building_loader
+from echelon.trainer.arguments.enums import SaveStrategy
+from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.build_accelerator import accumulation_options, data_seed, set_seeds
-from echelon.trainer.checkpoint.checkpoint_folders import PREFIX
+from echelon.trainer.checkpoint.checkpoint_folders import (
+    PREFIX,
+    metric_for_best,
+    point_to_best,
+    remove_last_checkpoint,
+    warn_of_unsaved_best,
+)
 from echelon.trainer.checkpoint.resume_point import (
     ResumedTraining,
     ResumePoint,
@@ -30,31 +39,37 @@ from echelon.trainer.checkpoint.resume_point import (
     saved_batch_size,
 )
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
-from echelon.trainer.features.auto_find_batch_size import find_batch_size_and_train
+from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_length
+from echelon.trainer.features.auto_find_batch_size import evaluation_memory_error, find_batch_size_and_train
 from echelon.trainer.features.model_changes import (
     enable_activation_checkpointing,
     inspect_model,
     noisy_embeddings,
-    prepare_pipeline,
     set_up_model,
-    splits_layers,
 )
-from echelon.trainer.features.nonfinite import checked_forward
-from echelon.trainer.loop import TrainingLoop
-from echelon.trainer.optim.optimizers import unwrapped
-from echelon.trainer.results import TrainOutput
+from echelon.trainer.features.nonfinite import NonFiniteError, checked_forward, first_bad
+from echelon.trainer.loss_window import MeanLoss
+from echelon.trainer.optim.optimizers import set_optimizer_mode
+from echelon.trainer.results import TrainOutput, speed_metrics
 from echelon.trainer.session import TrainerSession, UpdateSize, global_batch_size
+from echelon.trainer.signatures import takes
 from echelon.trainer.state import TrainerState
-from echelon.trainer.trainer_methods import TrainerMethods
+from echelon.trainer.trainer_methods import TrainerMethods, count_tokens, is_overridden, log, notify
 from echelon.trainer.training_plan import TrainingPlan, log_plan
+from echelon.trainer.training_setup import check_exact, checkpoint_argument, exact_train_loader, prepare_optimizer
 
 __all__ = ["TrainingRun"]
 
 logger = get_logger(__name__)
 
+_TIMEOUT = timedelta(seconds=10)  # for the other ranks to fail as well
+
 
 class TrainingRun:
-    """One ``Trainer.train`` call.
+    """One ``Trainer.train`` call: sets up the data, model, optimizer and checkpoint, and runs the loop.
+
+    ``start`` calls ``Trainer._inner_training_loop``, which comes back to ``train``: it prepares the run, and each epoch
+    comes back to ``run_epoch``, which makes the updates. Owns the state of the call, such as the losses to log.
 
     Args:
         trial: a trial's settings as a dict, or an optuna trial.
@@ -68,11 +83,12 @@ class TrainingRun:
         self._trial = trial
         self._ignore_keys = ignore_keys
         self._folder: Path | None = None  # the checkpoint to resume from
-        self._start = ResumePoint()
         self._resumed: ResumedTraining | None = None
-        self._plan: TrainingPlan | None = None
+        self._start = ResumePoint()
+        self._plan: TrainingPlan
         self._total = 0  # samples of one update of this process
         self._allows_changed_data = False
+        # ``_prepare`` and ``_begin_loop`` set the rest, for each attempt of ``auto_find_batch_size``.
 
     def start(self, resume_from_checkpoint: Any, options: dict[str, Any]) -> TrainOutput:
         """Train from scratch or from a checkpoint.
@@ -89,7 +105,7 @@ class TrainingRun:
             or args.allow_changed_data
             or accelerator.config.value.allow_changed_data
         )
-        wanted = _checkpoint_argument(resume_from_checkpoint, options)
+        wanted = checkpoint_argument(resume_from_checkpoint, options)
         trainer._hp_search_setup(self._trial)
         wanted = args.resume_from_checkpoint if wanted is None else wanted
         output_dir = self._session.output_dir(args)
@@ -103,8 +119,10 @@ class TrainingRun:
             accumulation = accumulation_options(args).get("num_steps") or args.gradient_accumulation_steps
             self._session.fitted = None
             if accelerator.parity != "off":
-                _check_exact(trainer)
-                self._set_global_batch_size()
+                check_exact(trainer)
+                if args.global_batch_size is None and self._folder is not None:
+                    args.global_batch_size = saved_arguments(self._folder).get("global_batch_size")
+                args.global_batch_size = global_batch_size(args, accelerator.session.num_readers)
             batch_size = self._session.wanted_batch_size or args.train_batch_size
             self._total = batch_size * accumulation
             if args.auto_find_batch_size and self._folder is not None:
@@ -131,13 +149,6 @@ class TrainingRun:
             finally:
                 self._session.run = self._session.resumed = self._session.loop = None
 
-    def _set_global_batch_size(self) -> None:
-        """Set ``global_batch_size``, if it is not given, from the checkpoint or from the batch size per process."""
-        args = self._trainer.args
-        if args.global_batch_size is None and self._folder is not None:
-            args.global_batch_size = saved_arguments(self._folder).get("global_batch_size")
-        args.global_batch_size = global_batch_size(args, self._trainer.accelerator.session.num_readers)
-
     def set_batch_size(self, batch_size: int) -> None:
         """Implement ``Trainer._update_auto_batch_size``."""
         self._session.fitted = UpdateSize(batch_size, self._total // batch_size)
@@ -156,8 +167,7 @@ class TrainingRun:
             trainer._update_auto_batch_size(batch_size)
         elif batch_size is not None:
             self.set_batch_size(batch_size)
-        if resume_from_checkpoint is None or self._folder is None or Path(resume_from_checkpoint) != self._folder:
-            self._folder = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        self._folder = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
         self._ignore_keys = ignore_keys_for_eval
         trainer.accelerator.dataloader_config.data_seed = data_seed(args)  # a script may have changed args since
         if trainer.model_init is not None:
@@ -176,7 +186,7 @@ class TrainingRun:
             stack.enter_context(noisy_embeddings(trainer.model, trainer.neftune_noise_alpha))
             if "underflow_overflow" in args.debug:
                 stack.enter_context(checked_forward(trainer.model))
-            loop = session.loop = self._prepare_loop()
+            self._prepare()
             preemption, is_wanted = trainer.accelerator.preemption, args.save_on_signal or args.enable_jit_checkpoint
             if is_wanted and not stack.enter_context(preemption.during(trainer.accelerator.session.watcher)):
                 warn(
@@ -186,14 +196,14 @@ class TrainingRun:
             elif args.save_strategy != "no":
                 preemption.join()
             try:
-                return loop.run()
+                return self._run()
             except (Exception, KeyboardInterrupt) as error:
                 if args.save_on_exception:
-                    _save_after_error(error, loop)
+                    self._save_after_error(error)
                 raise
 
-    def _prepare_loop(self) -> TrainingLoop:
-        """Prepare the data, state, model and optimizer, load the checkpoint, and return the loop.
+    def _prepare(self) -> None:
+        """Prepare the data, state, model, optimizer and loop, and load the checkpoint.
 
         Collective: call on every rank.
         """
@@ -201,7 +211,7 @@ class TrainingRun:
         if trainer.accelerator.parity == "off":
             loader = trainer.get_train_dataloader()
         else:
-            loader = _exact_train_loader(
+            loader = exact_train_loader(
                 trainer, global_batch_size(trainer.args, trainer.accelerator.session.num_readers)
             )
         session.plan = None
@@ -217,7 +227,7 @@ class TrainingRun:
                 trainer, session, self._folder, allows_changed_data=self._allows_changed_data
             )
             plan = self._resumed.extend_plan(plan)
-        self._plan = session.plan = plan
+        self._plan = plan
         checkpoint = None if self._folder is None else str(self._folder)
         position = trainer._init_training_state(
             plan.max_steps, plan.steps_per_epoch, plan.num_epochs, checkpoint, self._trial
@@ -237,21 +247,23 @@ class TrainingRun:
             accumulation=size.accumulation_steps,
             num_parameters=trainer.get_num_trainable_parameters(),
         )
-        return TrainingLoop(
-            trainer, session, plan, loader, resume_point=self._start, trial=self._trial, ignore_keys=self._ignore_keys
-        )
+        self._begin_loop(loader)
 
     def init_state(
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, checkpoint: str | None
     ) -> tuple[int, int]:
         """Implement ``Trainer._init_training_state``."""
         trainer, session = self._trainer, self._session
-        assert self._plan is not None
-        plan = self._plan = replace(
-            self._plan, max_steps=max_steps, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs
-        )
+        plan = replace(self._plan, max_steps=max_steps, steps_per_epoch=steps_per_epoch, num_epochs=num_epochs)
         if self._resumed is None:
-            trainer.state = self._new_state(plan)
+            trainer.state = TrainerState(
+                max_steps=plan.max_steps,
+                num_train_epochs=plan.num_epochs,
+                train_batch_size=session.update_size(trainer.args).batch_size,
+                is_local_process_zero=trainer.is_local_process_zero(),
+                is_world_process_zero=trainer.is_world_process_zero(),
+            )
+            trainer.state.compute_steps(trainer.args, plan.max_steps)
         else:
             trainer.state = self._resumed.restore_state(plan)
             if (
@@ -274,158 +286,596 @@ class TrainingRun:
     def prepare(self, max_steps: int, loader: Any) -> tuple[torch.nn.Module, Any]:
         """Implement ``Trainer._prepare_for_training``."""
         trainer, session = self._trainer, self._session
-        assert self._plan is not None
-        self._prepare_optimizer(max_steps)
+        prepare_optimizer(trainer, session.optimizer, max_steps)
         trainer.callback_handler.train_dataloader = loader
         session.cursor.load_state_dict(TrainCursor().state_dict())
         self._start = ResumePoint() if self._resumed is None else self._resumed.load(loader, self._plan)
         return trainer.model_wrapped, loader
-
-    def _prepare_optimizer(self, max_steps: int) -> None:
-        """Create the optimizer and the scheduler if they were not given, and prepare them with the model.
-
-        Collective: call on every rank.
-        """
-        trainer, prepared = self._trainer, self._session.optimizer
-        trainer.optimizer = unwrapped(trainer.optimizer)
-        if prepared.created_scheduler:
-            trainer.lr_scheduler = None  # for another number of steps, or finished in an earlier run
-        is_given = trainer.lr_scheduler is not None
-        trainer.create_optimizer_and_scheduler(max_steps)
-        prepared.created_scheduler = not is_given
-        accelerator, optimizer, scheduler = trainer.accelerator, trainer.optimizer, trainer.lr_scheduler
-        held = {id(p) for group in parameters_by_group(optimizer) for p in group}
-        prepared.has_other_gradients = any(p.requires_grad and id(p) not in held for p in trainer.model.parameters())
-        if splits_layers(trainer):
-            prepare_pipeline(trainer, prepared)
-            trainer.optimizer, prepared.scheduler = accelerator.prepare(optimizer, scheduler)
-        elif (wrapped := trainer._wrap_model(trainer.model_wrapped)) in (trainer.model_wrapped, trainer.model):
-            trainer.model_wrapped, trainer.optimizer, prepared.scheduler = accelerator.prepare(
-                trainer.model, optimizer, scheduler
-            )
-            trainer.model = accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
-        else:  # the user's own wrapper
-            trainer.model_wrapped = wrapped
-            trainer.optimizer, prepared.scheduler = accelerator.prepare(optimizer, scheduler)
-        # Schedulers count optimizer steps here, so the loop can step the unwrapped object.
-        own = prepared.scheduler
-        trainer.lr_scheduler = own.scheduler if isinstance(own, AcceleratedScheduler) else own
-        prepared.is_foreign_scheduler = not isinstance(scheduler, (LRScheduler, DummyScheduler))
-        if prepared.is_foreign_scheduler and getattr(scheduler, "optimizer", None) is optimizer:
-            scheduler.optimizer = trainer.optimizer.optimizer  # as engines do for torch schedulers
-        prepared.steps_per_update = not steps_with_metric(trainer.lr_scheduler)
-        prepared.is_prepared = True
-        if trainer.is_deepspeed_enabled:
-            trainer.deepspeed = trainer.model_wrapped
-        handler = trainer.callback_handler
-        handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
-
-    def _new_state(self, plan: TrainingPlan) -> TrainerState:
-        trainer, args = self._trainer, self._trainer.args
-        state = TrainerState(
-            max_steps=plan.max_steps,
-            num_train_epochs=plan.num_epochs,
-            train_batch_size=self._session.update_size(args).batch_size,
-            is_local_process_zero=trainer.is_local_process_zero(),
-            is_world_process_zero=trainer.is_world_process_zero(),
-        )
-        state.compute_steps(args, plan.max_steps)
-        return state
 
     def _leave(self) -> None:
         self._trainer.is_in_train = False
         self._session.memory.cancel()
         self._trainer.accelerator.session.objects.forget_loader(self._trainer.callback_handler.train_dataloader)
 
+    # ---- the loop ----------------------------------------------------------------------------------------------------
 
-def _checkpoint_argument(given: Any, options: Mapping[str, Any]) -> Any:
-    """Return the checkpoint passed to ``train``, possibly under its old name ``model_path``."""
-    unknown = [name for name in options if name != "model_path"]
-    if unknown:
-        raise UsageError(
-            f"train() has no argument {', '.join(unknown)}", where="Trainer.train", do="see help(Trainer.train)"
+    def _begin_loop(self, loader: Any) -> None:
+        """Set the loop's state to that before the first update, or to that in the checkpoint."""
+        trainer, session, accelerator = self._trainer, self._session, self._trainer.accelerator
+        args = trainer.args
+        self._loader = loader
+        self._accumulation_steps = session.update_size(args).accumulation_steps
+        self._syncs_each_batch = bool(accumulation_options(args).get("sync_each_batch"))
+        self._cursor = cursor = session.cursor
+        self._is_exact = accelerator.parity != "off"
+        self._is_update_abandoned = False  # whether a callback ended the last update before its last batch
+        self._is_stepping = False  # whether an optimizer step (including its bookkeeping) is in progress
+        self._batches = EpochBatches(())  # of the current epoch
+        self._is_length_warned = False
+        self._last_saved_step: int | None = None
+        self._is_ending = False  # saved after a signal; training ends
+        self._boundary: dict[str, Any] | None = None  # state after the last complete step, to save after an error
+        self._losses = session.losses = MeanLoss(accelerator, filtered=args.logging_nan_inf_filter)
+        self._num_items: Any = None  # divisor of the losses of the update
+        self._grad_norm: torch.Tensor | None = None
+        self._learning_rate = 0.0
+        self._step_takes_items = takes(trainer.training_step, "num_items_in_batch")
+        self._counts_tokens = args.include_num_input_tokens_seen != "no"
+        self._prepares_update = self._counts_tokens or args.torch_empty_cache_steps is not None
+        self._first_step = session.initial_step = trainer.state.global_step
+        session.initial_num_tokens = trainer.state.num_input_tokens_seen
+        self._losses.last_logged_step = trainer.state.global_step
+        if trainer.state.global_step and cursor.window:
+            self._losses.restore(cursor.window["sums"], cursor.window["num_steps"])
+            self._losses.last_logged_step, self._learning_rate = cursor.last_logged_step, cursor.learning_rate
+            self._grad_norm = None if cursor.grad_norm is None else torch.tensor(cursor.grad_norm, dtype=torch.float64)
+        cursor.batch_size, cursor.world_size = self._plan.batch_size, accelerator.session.num_readers
+        cursor.parity, cursor.canonical_shards = accelerator.parity, accelerator.config.value.canonical_shards
+        cursor.is_within_update = False
+        session.loop = self
+
+    def _run(self) -> TrainOutput:
+        """Train and return the results. Collective: call on every rank."""
+        trainer, args, plan, start = self._trainer, self._trainer.args, self._plan, self._start
+        self._start_time = self._logged_at = time.time()
+        if trainer.state.epoch is None:
+            trainer.state.epoch = 0.0
+        record_planned_steps(plan.max_steps)
+        notify(trainer, "on_train_begin")
+        if args.eval_on_start:
+            trainer._evaluate(self._trial, self._ignore_keys, skip_scheduler=True)
+        elif self._cursor.is_within_evaluation:
+            start = self._start = self._repeat_evaluation(start)
+        is_done = self._is_ending or (self._has_all_steps and not start.num_batches)
+        # max_steps may need more epochs than planned if an epoch has fewer batches than its length.
+        num_epochs = sys.maxsize if args.max_steps > 0 else plan.num_epochs
+        for epoch in () if is_done else range(start.epoch, num_epochs):
+            notify(trainer, "on_epoch_begin")
+            trainer._run_epoch(
+                model=trainer.model_wrapped,
+                epoch=epoch,
+                train_dataloader=self._loader,
+                steps_in_epoch=plan.batches_per_epoch,
+                num_update_steps_per_epoch=plan.steps_per_epoch,
+                trial=self._trial,
+                ignore_keys_for_eval=self._ignore_keys,
+                start_time=self._start_time,
+                resume_from_checkpoint=start.checkpoint,
+                epochs_trained=start.epoch,
+                steps_trained_in_current_epoch=start.num_batches,
+            )
+            if trainer.control.should_training_stop or self._has_all_steps:
+                break
+        return trainer._finalize_training(self._trial, plan.num_train_samples, self._start_time)
+
+    def finalize(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
+        """Implement ``Trainer._finalize_training``."""
+        trainer, args = self._trainer, self._trainer.args
+        self._losses.end()
+        trainer.store_flos()
+        num_steps = trainer.state.global_step - self._first_step
+        mean = self._losses.total(num_steps=num_steps)
+        part = num_steps / max(self._plan.max_steps, 1)  # below 1 if training stopped early or was resumed
+        num_samples = int(num_train_samples * part)
+        metrics = speed_metrics("train", start_time, num_samples=num_samples, num_steps=num_steps)
+        metrics |= {"total_flos": trainer.state.total_flos, "train_loss": mean, **self._session.memory.end("train")}
+        log(trainer, metrics)
+        run_dir = Path(trainer._get_output_dir(trial))
+        # The best step may have been saved before it was evaluated.
+        point_to_best(trainer.state, run_dir, saved=self._session.saved_steps)
+        if args.load_best_model_at_end:
+            warn_of_unsaved_best(args, trainer.state)
+            if trainer.state.best_model_checkpoint is not None:
+                trainer._load_best_model()
+        remove_last_checkpoint(args, trainer.state, resolve_path(args, run_dir))
+        notify(trainer, "on_train_end")
+        trainer._finish_current_push()
+        trainer.is_in_train = False
+        return TrainOutput(trainer.state.global_step, mean, metrics)
+
+    def run_epoch(self, epoch: int, loader: Any) -> None:
+        """Implement ``Trainer._run_epoch``."""
+        trainer, plan, cursor = self._trainer, self._plan, self._cursor
+        is_first = epoch == self._start.epoch
+        start = self._start if is_first else ResumePoint(epoch=epoch)
+        self._train_mode()  # a pass that begins in eval mode counts as an evaluation
+        if isinstance(loader, SupportsSetEpoch):
+            loader.set_epoch(epoch)
+        if start.num_to_skip:
+            loader = trainer.accelerator.skip_first_batches(loader, start.num_to_skip)
+        cursor.is_read &= start.num_batches > 0  # as saved
+        cursor.epoch, cursor.num_batches, cursor.is_over = epoch, start.num_batches, False
+        if start.checkpoint is not None and not start.restores_rng_after_reading:
+            trainer._load_rng_state(start.checkpoint)
+        after_reading = start.checkpoint if start.restores_rng_after_reading else None
+        self._record_boundary()
+        num_planned = sys.maxsize if self._is_exact else plan.batches_per_epoch - cursor.num_batches
+        batches = self._batches = EpochBatches(loader, trainer.accelerator, num_planned=num_planned)
+        num_made = 0
+        try:
+            while not self._has_all_steps and not cursor.is_read and self._has_more():
+                made = (
+                    self._exact_update(batches, after_reading)
+                    if self._is_exact
+                    else self._update(batches, after_reading)
+                )
+                if not made:
+                    cursor.is_read = True
+                    break
+                num_made += 1
+                after_reading = None
+                if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                    break
+            if not num_made and start.random_states is not None:
+                restore_random_states(start.random_states)  # reading an empty rest may have drawn random numbers
+            has_more = not (cursor.is_read or trainer.control.should_epoch_stop)
+            if has_more and (plan.is_sized or not self._has_all_steps):
+                has_more = self._has_more()
+            if not has_more:
+                batches.close()
+            if not cursor.num_batches and not self._is_update_abandoned:
+                logger.warning(
+                    "the training data yielded no batch in epoch %d, so training stops at step %d of %d",
+                    epoch + 1,
+                    trainer.state.global_step,
+                    plan.max_steps,
+                )
+                trainer.control.should_training_stop = True
+            elif not start.num_batches:
+                self._warn_of_wrong_length(has_more=has_more)
+            notify(trainer, "on_epoch_end")
+            # A resumed run trains on the remaining batches.
+            cursor.is_over, cursor.is_within_update = not has_more, has_more and self._is_update_abandoned
+            self._end_step()
+            self._stop_if_preempted(is_new_step=False)
+        finally:
+            batches.close()
+
+    # ---- end of an epoch ---------------------------------------------------------------------------------------------
+
+    @property
+    def _has_all_steps(self) -> bool:
+        """Whether all steps are done: ``max_steps`` of them, or those of a partial last epoch."""
+        return not self._plan.ends_with_data and self._trainer.state.global_step >= self._num_steps
+
+    @property
+    def _num_steps(self) -> int:
+        """Number of steps after which the run ends, unless its last epoch's data ends it."""
+        num_beyond = 0 if self._trainer.args.max_steps > 0 else self._cursor.num_steps_beyond
+        return self._plan.max_steps + num_beyond
+
+    def _has_more(self, num_batches: int | None = None) -> bool:
+        """Return whether the epoch has more than ``num_batches`` batches (default: the number already trained on).
+
+        The data determines this, not the plan, unless the user has set a limit or the data seems infinite.
+
+        Collective: call on every rank if ``EpochBatches.has_more`` is collective.
+        """
+        plan, cursor = self._plan, self._cursor
+        num_batches = cursor.num_batches if num_batches is None else num_batches
+        if num_batches < plan.batches_per_epoch:
+            return True  # if the plan is wrong, reading detects it
+        if plan.is_limited or cursor.has_no_end:
+            return False
+        if num_batches == cursor.num_batches and cursor.is_read:
+            return False
+        if not self._batches.has_more():
+            return False
+        num_workers = getattr(self._loader, "num_workers", 0)
+        cursor.has_no_end = plan.is_sized and num_batches >= 2 * plan.batches_per_epoch + num_workers
+        return not cursor.has_no_end
+
+    def _is_last_step(self, num_batches: int) -> bool:
+        """Return whether the current step, which ends after ``num_batches`` batches of the epoch, is the last one."""
+        plan, cursor = self._plan, self._cursor
+        if not plan.ends_with_data:
+            return self._trainer.state.global_step + 1 >= self._num_steps
+        return cursor.epoch + 1 >= plan.num_epochs and (
+            self._batches.is_known_to_be_over or not self._has_more(num_batches)
         )
-    if options.get("model_path") is None:
-        return given
-    warn("train(model_path=) was renamed to resume_from_checkpoint=")
-    return options["model_path"] if given is None else given
 
-
-# ---- exact modes -----------------------------------------------------------------------------------------------------
-
-
-def _check_exact(trainer: TrainerMethods) -> None:
-    """Check for settings that an exact mode does not support.
-
-    Raises:
-        ConfigError: ``auto_find_batch_size`` is set.
-        UsageError: ``compute_loss`` divides by the whole update's item count, which is not known for a micro-batch.
-    """
-    parity = trainer.accelerator.parity
-    if trainer.args.auto_find_batch_size:
-        raise ConfigError(
-            f"auto_find_batch_size does not work with parity={parity!r}",
-            where="TrainingArguments.auto_find_batch_size",
-            do="set max_micro_batch_size instead, which does not change the updates",
-        )
-    if trainer.loss_is_scaled_for_ga:
-        raise UsageError(
-            f"loss_is_scaled_for_ga=True does not work with parity={parity!r}, which weights the loss of each micro-batch by "
-            "its labels",
-            where=f"{type(trainer).__name__}.loss_is_scaled_for_ga",
-            do="remove loss_is_scaled_for_ga and return the mean over the batch from compute_loss",
+    def _warn_of_wrong_length(self, *, has_more: bool) -> None:
+        """Warn once if an epoch has more or fewer batches than planned."""
+        trainer, plan, cursor = self._trainer, self._plan, self._cursor
+        if self._is_length_warned or not plan.is_sized or cursor.num_batches == plan.batches_per_epoch:
+            return
+        is_short = cursor.num_batches < plan.batches_per_epoch
+        if is_short and (not cursor.is_read or plan.is_limited or trainer.control.should_epoch_stop):
+            return  # the epoch was ended early
+        self._is_length_warned = True
+        warn_of_wrong_length(
+            plan,
+            self._loader,
+            epoch=cursor.epoch,
+            num_batches=cursor.num_batches,
+            has_more=has_more or cursor.has_no_end,
+            ends=cursor.has_no_end,
+            max_steps=trainer.args.max_steps,
         )
 
+    def _update(self, batches: EpochBatches, checkpoint: str | None) -> bool:
+        """Take one optimizer step with the next batches; return False if there are none.
 
-def _exact_train_loader(trainer: TrainerMethods, batch_size: int) -> Any:
-    """Return the loader from ``get_train_dataloader``; each of its batches is one update across all processes.
+        Args:
+            batches: the epoch's batches.
+            checkpoint: restore this checkpoint's RNG states after the batches are read.
+        """
+        trainer, model, losses = self._trainer, self._trainer.model_wrapped, self._losses
+        get, device = trainer.get_batch_samples, trainer.accelerator.device
+        wanted, num_left = self._accumulation_steps, self._plan.batches_per_epoch - self._cursor.num_batches
+        planned = min(wanted, num_left) if num_left > 0 else wanted
+        group, num_items = get(batches, planned, device)
+        # Batches beyond the planned ones belong to the update, too.
+        if planned < wanted and len(group) == planned and not self._plan.is_limited and batches.has_more():
+            more, num_more = get(batches, wanted - planned, device)
+            group = [*group, *more]
+            num_items = None if num_items is None or num_more is None else num_items + num_more
+        self._num_items = num_items
+        if not group:
+            return False
+        if checkpoint is not None:
+            trainer._load_rng_state(checkpoint)
+        notify(trainer, "on_step_begin")
+        trainer.current_gradient_accumulation_steps = len(group)
+        last = len(group) - 1
+        if self._prepares_update:
+            self._prepare_update(group)
+        for i, inputs in enumerate(group):
+            if i < last and not self._syncs_each_batch:  # gradients are synchronized in the last pass only
+                with trainer.accelerator.no_sync(model):
+                    losses.add(self._train_on(inputs, num_items))
+            else:
+                losses.add(self._train_on(inputs, num_items))
+            if i < last:
+                control = notify(trainer, "on_substep_end")
+                if control.should_epoch_stop or control.should_training_stop:
+                    # The losses and the gradients of an update that a callback ended early do not count.
+                    losses.drop_open_step()
+                    self._zero_grad()
+                    self._is_update_abandoned = True
+                    return True
+        self._step(group, num_batches=len(group))
+        return True
 
-    An override reads ``batch_size`` from ``args.train_batch_size``. Warns if the loader's batch size differs.
-    """
-    with building_loader(trainer.args, batch_size):
-        loader = trainer.get_train_dataloader()
-    whole = getattr(loader, "original", loader)
-    size = getattr(whole, "batch_size", None) or getattr(getattr(whole, "batch_sampler", None), "batch_size", None)
-    if isinstance(size, int) and size != batch_size:
-        parity = trainer.accelerator.parity
-        warn(
-            f"{type(trainer).__name__}.get_train_dataloader returned a loader with batches of {size} samples, but "
-            f"global_batch_size is {batch_size}. With parity={parity!r}, each batch from the loader is one update "
-            "across all processes, so "
-            f"updates have {size} samples. Build the loader with args.train_batch_size, which is global_batch_size inside "
-            f"get_train_dataloader, or set global_batch_size={size}"
+    def _train_on(self, inputs: Any, num_items: Any) -> torch.Tensor:
+        """Run one batch's forward and backward pass, and return its loss."""
+        trainer, model = self._trainer, self._trainer.model_wrapped
+        if not (model.training and trainer.model.training):  # for example after an evaluation
+            self._train_mode()
+        if self._step_takes_items:
+            loss = trainer.training_step(model, inputs, num_items)
+        else:
+            loss = trainer.training_step(model, inputs)
+        # An override gets every batch; otherwise ``_prepare_update`` has counted those of the update with one reduction.
+        if is_overridden(trainer, "_track_num_input_tokens"):
+            trainer._track_num_input_tokens(inputs)
+        return loss
+
+    def _zero_grad(self) -> None:
+        """Zero the model's gradients, including those of weights that the optimizer does not contain."""
+        has_others = self._session.optimizer.has_other_gradients
+        (self._trainer.model_wrapped if has_others else self._trainer.optimizer).zero_grad()
+
+    def _exact_update(self, batches: Any, checkpoint: str | None) -> bool:
+        """Take one optimizer step with the loader's micro-batches; return False if there are none.
+
+        The arguments are the same as for ``_update``.
+        """
+        trainer, model, accelerator = self._trainer, self._trainer.model_wrapped, self._trainer.accelerator
+        trainer.current_gradient_accumulation_steps = 1  # losses are weighted by samples or labels instead
+        group: list[Any] = []
+        while not group or not accelerator.sync_gradients:
+            if group:
+                notify(trainer, "on_substep_end")
+            group, num_items = trainer.get_batch_samples(batches, 1, accelerator.device)
+            if not group:
+                return False
+            if checkpoint is not None:
+                trainer._load_rng_state(checkpoint)
+                checkpoint = None
+            if accelerator.progress.micro_step <= 1:
+                notify(trainer, "on_step_begin")
+            if self._prepares_update:
+                self._prepare_update([accelerator.trim_for_metrics(inputs) for inputs in group])
+            with accelerator.accumulate(model):
+                self._train_on(group[0], num_items)
+        self._losses.add(torch.tensor(accelerator.update_loss(), dtype=torch.float64))
+        self._step(group, num_batches=1)
+        return True
+
+    def _step(self, group: list[Any], *, num_batches: int) -> None:
+        """Step the optimizer and the scheduler, then log, evaluate, save and stop as requested."""
+        trainer, cursor = self._trainer, self._cursor
+        args, state, model, losses = trainer.args, trainer.state, trainer.model_wrapped, self._losses
+        if self._session.interface.counts_flops:
+            trainer.current_flos += sum(float(trainer.floating_point_ops(inputs)) for inputs in group)
+        optimizer = trainer.optimizer
+        if args.max_grad_norm:
+            self._grad_norm = trainer._clip_grad_norm(model)
+        # Without clipping, the default would compute a norm, which is logged only if an override asks for it.
+        if is_overridden(trainer, "_get_grad_norm"):
+            self._grad_norm = trainer._get_grad_norm(model, grad_norm=self._grad_norm if args.max_grad_norm else None)
+        if args.stop_on_nan:
+            self._stop_on_nan(group)
+        losses.end_step()
+        notify(trainer, "on_pre_optimizer_step")
+        self._is_stepping = True
+        optimizer.step()
+        notify(trainer, "on_optimizer_step")
+        self._learning_rate = trainer._get_learning_rate()
+        if cursor.num_batches >= self._plan.batches_per_epoch:
+            cursor.num_steps_beyond += 1
+        # Beyond its planned steps the scheduler keeps its last rate: a cosine would rise again.
+        is_beyond = state.global_step + 1 >= self._plan.max_steps and not self._is_last_step(
+            cursor.num_batches + num_batches
         )
-    return loader
+        if (
+            self._session.optimizer.steps_per_update
+            and not is_beyond
+            and not (args.fp16 and trainer.accelerator.optimizer_step_was_skipped)
+        ):
+            trainer.lr_scheduler.step()
+        self._zero_grad()
+        state.global_step += 1
+        if is_beyond and state.global_step >= state.max_steps:
+            state.max_steps = state.global_step + 1  # so that callbacks do not stop training yet
+        cursor.num_batches += num_batches
+        cursor.is_read = self._batches.is_known_to_be_over
+        state.epoch = cursor.epoch + min(cursor.num_batches / self._plan.batches_per_epoch, 1.0)
+        if args.save_on_exception:
+            self._record_boundary()
+        self._is_stepping = False
+        notify(trainer, "on_step_end")
+        self._end_step()
+        self._stop_if_preempted(is_new_step=True)
 
+    def _end_step(self) -> None:
+        """Log, evaluate and save as requested, through the override of ``_maybe_log_save_evaluate`` if there is one."""
+        trainer, state = self._trainer, self._trainer.state
+        if not is_overridden(trainer, "_maybe_log_save_evaluate"):
+            self.log_evaluate_save()  # without the sum of the losses, which waits for the device
+            return
+        trainer._maybe_log_save_evaluate(
+            torch.tensor(self._losses.window_sum(), device=trainer.accelerator.device),
+            self._grad_norm,
+            trainer.model_wrapped,
+            self._trial,
+            self._cursor.epoch,
+            self._ignore_keys,
+            self._start_time,
+            learning_rate=self._learning_rate if state.global_step > self._first_step else None,
+        )
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+    def log_evaluate_save(self, grad_norm: Any = None, learning_rate: float | None = None) -> None:
+        """Implement ``Trainer._maybe_log_save_evaluate``.
 
-_TIMEOUT = timedelta(seconds=10)  # for the other ranks to fail as well
+        Args:
+            grad_norm: the norm to log (default: that of the last step).
+            learning_rate: the learning rate to log (default: that of the last step).
+        """
+        trainer, state = self._trainer, self._trainer.state
+        losses = self._losses
+        if trainer.control.should_log and state.global_step > losses.last_logged_step:
+            logs: dict[str, Any] = {"loss": losses.take()}
+            norm = self._grad_norm if grad_norm is None else grad_norm
+            if norm is not None:
+                logs["grad_norm"] = norm.item() if isinstance(norm, torch.Tensor) else norm
+            logs["learning_rate"] = self._learning_rate if learning_rate is None else learning_rate
+            if trainer.args.log_throughput:
+                logs |= self._throughput(state.global_step - losses.last_logged_step)
+            losses.last_logged_step = state.global_step
+            trainer.store_flos()
+            log(trainer, logs, self._start_time if self._counts_tokens else None)
+        if trainer.control.should_evaluate:
+            metrics = trainer._evaluate(self._trial, self._ignore_keys)
+            if metrics is None:
+                return
+            is_best = trainer._determine_best_metric(metrics=metrics, trial=self._trial)
+            if trainer.args.save_strategy == SaveStrategy.BEST:
+                trainer.control.should_save = is_best
+        if trainer.control.should_save:
+            self._save()
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-def _save_after_error(error: BaseException, loop: TrainingLoop) -> None:
-    """Save a checkpoint of the last completed step if possible; otherwise log the reason.
+    def _save(self) -> None:
+        """Save a checkpoint. Collective: call on every rank."""
+        trainer, cursor = self._trainer, self._cursor
+        cursor.window = self._losses.state()
+        cursor.last_logged_step, cursor.learning_rate = self._losses.last_logged_step, self._learning_rate
+        cursor.grad_norm = None if self._grad_norm is None else float(self._grad_norm)
+        cursor.schedule = trainer.lr_scheduler.state_dict() if self._session.optimizer.is_foreign_scheduler else None
+        trainer._save_checkpoint(trainer.model, self._trial)
+        self._last_saved_step = trainer.state.global_step
+        notify(trainer, "on_save")
 
-    If only some ranks fail, no checkpoint can be saved, because the other ranks are waiting in a collective.
+    def _record_boundary(self) -> None:
+        """Record the state that ``_save_last_step`` restores after an error in the next update."""
+        if self._trainer.args.save_on_exception:
+            self._boundary = {
+                "random_states": current_random_states(),
+                "progress": self._trainer.accelerator.progress.to_json(),
+                "loader": self._loader.state_dict() if self._is_exact and hasattr(self._loader, "last_step") else None,
+            }
 
-    Collective: call on every rank that failed.
-    """
-    accelerator, step = loop.trainer.accelerator, loop.trainer.state.global_step
-    why = None
-    if loop.is_stepping:
-        why = "the error occurred during the optimizer step"
-    elif not step or loop.last_saved_step == step:
-        return  # nothing to save, or already saved
-    elif accelerator.num_processes > 1 and not same_on_all_ranks(
-        f"step {step}: {type(error).__name__}", within=_TIMEOUT
-    ):
-        why = "the other ranks did not fail with the same error in this step"
-    if why is not None:
-        logger.error("%s: cannot save a checkpoint of step %d: %s", type(error).__name__, step, why)
-        return
-    try:
-        loop.save_last_step()
-    except Exception as problem:  # noqa: BLE001 - the caller raises the original error
-        logger.error("saving a checkpoint of step %d failed: %s", step, problem)
-    else:
-        logger.error("%s: saved a checkpoint of step %d", type(error).__name__, step)
+    def _save_after_error(self, error: BaseException) -> None:
+        """Save a checkpoint of the last completed step if possible; otherwise log the reason.
+
+        If only some ranks fail, no checkpoint can be saved, because the other ranks are waiting in a collective.
+
+        Collective: call on every rank that failed.
+        """
+        accelerator, step = self._trainer.accelerator, self._trainer.state.global_step
+        why = None
+        if self._is_stepping:
+            why = "the error occurred during the optimizer step"
+        elif not step or self._last_saved_step == step:
+            return  # nothing to save, or already saved
+        elif accelerator.num_processes > 1 and not same_on_all_ranks(
+            f"step {step}: {type(error).__name__}", within=_TIMEOUT
+        ):
+            why = "the other ranks did not fail with the same error in this step"
+        if why is not None:
+            logger.error("%s: cannot save a checkpoint of step %d: %s", type(error).__name__, step, why)
+            return
+        try:
+            self._save_last_step()
+        except Exception as problem:  # noqa: BLE001 - the caller raises the original error
+            logger.error("saving a checkpoint of step %d failed: %s", step, problem)
+        else:
+            logger.error("%s: saved a checkpoint of step %d", type(error).__name__, step)
+
+    def _save_last_step(self) -> None:
+        """Save a checkpoint of the state after the last completed step. Collective: call on every rank."""
+        trainer, boundary = self._trainer, self._boundary
+        assert boundary is not None
+        self._losses.drop_open_step()
+        restore_random_states(boundary["random_states"])
+        if boundary["loader"] is not None:
+            self._loader.load_state_dict(boundary["loader"])
+        trainer.accelerator.gradient_state.sync_gradients = True
+        trainer.accelerator.progress.load_json(boundary["progress"])
+        self._cursor.is_within_update = True
+        self._save()
+
+    def _stop_if_preempted(self, *, is_new_step: bool) -> None:
+        """If the ranks have agreed to stop here, save and end the process (or, with
+        ``enable_jit_checkpoint``, only the run).
+
+        Collective: call on every rank, once the ranks have agreed to stop.
+
+        Raises:
+            Preempted: the checkpoint has been saved, and the process must end.
+        """
+        preemption, step = self._trainer.accelerator.preemption, self._trainer.state.global_step
+        if self._is_ending or not preemption.at_boundary(is_new_step=is_new_step, is_whole=True):
+            return
+        self._save_and_end(is_needed=self._last_saved_step != step or self._cursor.is_over)
+
+    def _save_and_end(self, *, is_needed: bool = True) -> None:
+        trainer, step = self._trainer, self._trainer.state.global_step
+        if is_needed:
+            self._save()
+        how = "saved a checkpoint" if trainer.accelerator.checkpoints.store.is_saved else "could not save a checkpoint"
+        logger.warning("stopping after a signal: %s of step %d of %d", how, step, self._plan.max_steps)
+        if not trainer.args.enable_jit_checkpoint or trainer.args.save_on_signal:
+            raise Preempted
+        self._is_ending = trainer.control.should_training_stop = True
+
+    def _repeat_evaluation(self, start: ResumePoint) -> ResumePoint:
+        """Repeat the evaluation that preemption interrupted, and return the new resume point."""
+        trainer, cursor = self._trainer, self._cursor
+        if start.random_states is not None:
+            restore_random_states(start.random_states)
+        trainer.control.should_evaluate, trainer.control.should_save = True, cursor.saves_after_evaluation
+        cursor.is_within_evaluation = False
+        self._end_step()
+        self._stop_if_preempted(is_new_step=False)
+        return replace(start, random_states=current_random_states())
+
+    # ---- parts of a step ---------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float] | None:
+        """Implement ``Trainer._evaluate``; return None if preemption interrupted it and a checkpoint was saved."""
+        trainer, states = self._trainer, current_random_states()
+        self._session.evaluation.is_repeatable = True
+        try:
+            metrics = trainer.evaluate(ignore_keys=ignore_keys_for_eval)
+        except Preempted:
+            restore_random_states(states)
+            self._cursor.is_within_evaluation = True
+            self._cursor.saves_after_evaluation = trainer.control.should_save
+            self._save_and_end()
+            return None
+        except RuntimeError as error:
+            size = trainer.args.per_device_eval_batch_size
+            if trainer.args.auto_find_batch_size and (memory_error := evaluation_memory_error(error, batch_size=size)):
+                raise memory_error from error
+            raise
+        finally:
+            self._session.evaluation.is_repeatable = False
+        trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
+        if not skip_scheduler and not self._session.optimizer.steps_per_update:
+            trainer.lr_scheduler.step(metric_for_best(trainer.args, metrics))
+        return metrics
+
+    def load_rng_state(self) -> None:
+        """Implement ``Trainer._load_rng_state``."""
+        if self._start.random_states is not None:
+            restore_random_states(self._start.random_states)
+        self._trainer.accelerator.session.engine.share_random_states()
+
+    def _train_mode(self) -> None:
+        self._trainer.model_wrapped.train()
+        self._trainer.model.train()
+        set_optimizer_mode(self._trainer.optimizer, "train")
+
+    def _prepare_update(self, group: list[Any]) -> None:
+        """Count an update's tokens and empty the memory cache if the arguments request it.
+
+        Collective: call on every rank if tokens are counted.
+        """
+        every = self._trainer.args.torch_empty_cache_steps
+        if every is not None and self._trainer.state.global_step % every == 0:
+            clear_device_cache()
+        if self._counts_tokens and not is_overridden(self._trainer, "_track_num_input_tokens"):
+            count_tokens(self._trainer, group)
+
+    def _stop_on_nan(self, group: list[Any]) -> None:
+        """Raise before the optimizer changes the weights if a loss or gradient is nonfinite.
+
+        Collective: call on every rank.
+        """
+        trainer = self._trainer
+        is_bad = not all(bool(loss.isfinite().all()) for loss in self._losses.last(len(group)))
+        if self._grad_norm is not None and not trainer.args.fp16:  # loss scaling handles overflow
+            is_bad |= not bool(torch.as_tensor(self._grad_norm).isfinite())
+        session = trainer.accelerator.session
+        # Ranks with the same samples have the same losses and norms; accelerator.reduce counts ranks that share samples once.
+        if not (is_bad if session.num_readers == 1 else session.on_any_rank(is_bad)):
+            return
+        step = trainer.state.global_step + 1
+        is_sharded = trainer.accelerator.capabilities.shards_parameters  # then a forward pass would be collective
+        what = first_bad(trainer.model, group, compute_loss=None if is_sharded else self._compute_loss)
+        raise NonFiniteError(
+            f"a loss or gradient in step {step} is not finite: {what or 'see the error on another rank'}",
+            where=f"step {step}, epoch {trainer.state.epoch:.3g}",
+        )
+
+    def _compute_loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+        takes_items = self._session.interface.compute_loss_takes_items
+        options: Any = {"num_items_in_batch": self._num_items} if takes_items else {}
+        loss: Any = self._trainer.compute_loss(model, self._trainer._prepare_inputs(inputs), **options)
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+    def _throughput(self, num_steps: int) -> dict[str, float]:
+        now = time.time()
+        seconds, self._logged_at = max(now - self._logged_at, 1e-9), now
+        samples = num_steps * self._plan.total_train_batch_size
+        return {
+            "samples_per_second": round(samples / seconds, 3),
+            "steps_per_second": round(num_steps / seconds, 3),
+        }
