@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -431,76 +431,63 @@ class ResumedTraining:
             CheckpointError: the checkpoint was saved mid-epoch, the data has changed since, and ``allow_changed_data``
                 is not set.
         """
-        trainer, folder = self._trainer, self._folder
-        args, state, batches = trainer.args, trainer.state, plan.batches_per_epoch
-        epoch, num_steps = divmod(state.global_step, plan.steps_per_epoch)
-        used = num_steps * self._size.accumulation_steps
-        saved_epoch = state.epoch
+        trainer, folder, size = self._trainer, self._folder, self._size
+        state, batches = trainer.state, plan.batches_per_epoch
+        saved_epoch = state.epoch if plan.is_sized else None  # without a length, it is no measure of the position
         facts = read_facts(folder / ECHELON_DATA)
         saved_ranks, ranks = num_ranks_in(folder), trainer.accelerator.num_processes
         changes = changes_since(facts, loader, num_saved=saved_ranks, num_ranks=ranks)
-        has_other_batches = self._saved_batch_size not in (None, self._size.batch_size)  # already reported
+        has_other_batches = self._saved_batch_size not in (None, size.batch_size)  # already reported
         saved_fields = _saved_cursor_fields(folder)
         if saved_fields and not changes and not has_other_batches:
             for name in LENGTH_FIELDS:
                 setattr(self._session.cursor, name, saved_fields[name])
             return _stored_position(saved_fields)
         wrong = [change.what for change in changes if change.fact != "batches"]
-        if not plan.is_sized or saved_epoch is None:
-            return self._position_without_length(saved_fields, wrong)
-        expected = epoch + min(used, batches) / batches
-        has_other_steps = abs(expected - saved_epoch) * batches > 0.5
-        is_within = abs(saved_epoch - round(saved_epoch)) * batches > 0.5
-        if has_other_steps and is_within and facts is None and not has_other_batches:
-            wrong.append(
-                f"step {state.global_step} was in epoch {saved_epoch:g} of the saved run and is in epoch {expected:g} "
-                "of this run (the data, the number of processes or gradient_accumulation_steps has changed)"
-            )
-        if not has_other_steps and not wrong:
-            return epoch, used
-        if not is_within or args.ignore_data_skip:
-            if wrong:
-                warn(
-                    f"{folder} was saved with different data; the next epoch uses the current data: {'; '.join(wrong)}"
-                )
-            return (round(saved_epoch), 0) if not is_within else (int(saved_epoch), 0)
-        epoch, part = int(saved_epoch), saved_epoch - int(saved_epoch)
-        size = plan.batch_size * trainer.accelerator.session.num_readers
-        if facts is not None and facts.num_samples is not None:  # consumed samples, in whole current batches
-            used = round(part * facts.num_samples) // size
+        if saved_epoch is None:
+            saved = TrainerState.load_from_json(folder / STATE_FILE)
+            if saved_fields:
+                epoch, used = _stored_position(saved_fields)
+            elif saved.epoch is None:
+                epoch, used = 0, saved.global_step * size.accumulation_steps
+            else:  # a fraction of the batches of the whole run, although each pass has fewer
+                epoch = int(saved.epoch)
+                used = round((saved.epoch - epoch) * saved.max_steps * size.accumulation_steps)
+            used = used * (self._saved_batch_size or size.batch_size) // size.batch_size
+            is_within, resumes = used > 0, f"training resumes after {used} batches of epoch {epoch}"
         else:
-            used = int(part * batches + 1e-6)
-        resumes = f"training resumes after {used * size} of {plan.num_examples} samples of epoch {epoch}"
-        if wrong and not self._allows_changed_data:
+            epoch, num_steps = divmod(state.global_step, plan.steps_per_epoch)
+            used = num_steps * size.accumulation_steps
+            expected = epoch + min(used, batches) / batches
+            has_other_steps = abs(expected - saved_epoch) * batches > 0.5
+            is_within = abs(saved_epoch - round(saved_epoch)) * batches > 0.5
+            if has_other_steps and is_within and facts is None and not has_other_batches:
+                wrong.append(
+                    f"step {state.global_step} was in epoch {saved_epoch:g} of the saved run and is in epoch {expected:g} "
+                    "of this run (the data, the number of processes or gradient_accumulation_steps has changed)"
+                )
+            if not has_other_steps and not wrong:
+                return epoch, used
+            if not is_within or trainer.args.ignore_data_skip:
+                if wrong:
+                    warn(
+                        f"{folder} was saved with different data; the next epoch uses the current data: {'; '.join(wrong)}"
+                    )
+                return (round(saved_epoch), 0) if not is_within else (int(saved_epoch), 0)
+            epoch, part = int(saved_epoch), saved_epoch - int(saved_epoch)
+            num_samples = plan.batch_size * trainer.accelerator.session.num_readers
+            if facts is not None and facts.num_samples is not None:  # consumed samples, in whole current batches
+                used = round(part * facts.num_samples) // num_samples
+            else:
+                used = int(part * batches + 1e-6)
+            resumes = f"training resumes after {used * num_samples} of {plan.num_examples} samples of epoch {epoch}"
+        if wrong and is_within and not self._allows_changed_data:
             raise changed_data_error(folder, wrong, [resumes])
-        if wrong:
+        if wrong and saved_epoch is not None:
             warn(f"{folder} was saved in the middle of an epoch over different data ({'; '.join(wrong)}); {resumes}")
-        return epoch, used
-
-    def _position_without_length(self, saved_fields: Mapping[str, Any], wrong: Sequence[str]) -> tuple[int, int]:
-        """Return the epoch and the number of its consumed batches, for data without a length.
-
-        Args:
-            saved_fields: the position that echelon stored; empty for a checkpoint of transformers' own.
-            wrong: what has changed in the data since.
-
-        Raises:
-            CheckpointError: the data has changed mid-epoch, and ``allow_changed_data`` is not set.
-        """
-        saved, size = TrainerState.load_from_json(self._folder / STATE_FILE), self._size
-        if saved_fields:
-            epoch, used = _stored_position(saved_fields)
-        elif saved.epoch is None:
-            epoch, used = 0, saved.global_step * size.accumulation_steps
-        else:  # a fraction of the batches of the whole run, although each pass has fewer
-            epoch = int(saved.epoch)
-            used = round((saved.epoch - epoch) * saved.max_steps * size.accumulation_steps)
-        used = used * (self._saved_batch_size or size.batch_size) // size.batch_size
-        if wrong and used and not self._allows_changed_data:
-            raise changed_data_error(self._folder, wrong, [f"training resumes after {used} batches of epoch {epoch}"])
-        if wrong:
+        elif wrong:
             warn(
-                f"{self._folder} was saved with different data ({'; '.join(wrong)}); training resumes after {used} batches of "
+                f"{folder} was saved with different data ({'; '.join(wrong)}); training resumes after {used} batches of "
                 f"epoch {epoch}"
             )
         return epoch, used
