@@ -32,7 +32,7 @@ from echelon.trainer import (
 from echelon.trainer.data.length_samplers import LengthGroupedSampler
 from echelon.trainer.features.auto_find_batch_size import smaller_batch_sizes
 from echelon.trainer.optim.optimizers import optimizer_class_and_arguments
-from tests.trainer_models import DATA, Line, arguments as _args, warnings_of
+from tests.trainer_models import CONSTANT_SGD, DATA, Line, arguments as _args, warnings_of
 
 
 class Words(nn.Module):
@@ -106,9 +106,11 @@ def test_smoothed_labels_follow_the_formula_for_the_next_word_and_for_classes(tm
 
 def test_a_training_with_smoothed_labels_equals_a_plain_loop(tmp_path: Path) -> None:
     args = _args(
-        tmp_path, label_smoothing_factor=0.1, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant",
-        max_grad_norm=0, train_sampling_strategy="sequential",
-    )  # fmt: skip
+        tmp_path,
+        label_smoothing_factor=0.1,
+        train_sampling_strategy="sequential",
+        **CONSTANT_SGD | {"learning_rate": 0.5},
+    )
     trainer = Trainer(Words(), args, train_dataset=TEXTS)
     trainer.train()
     plain = Words()
@@ -122,22 +124,24 @@ def test_a_training_with_smoothed_labels_equals_a_plain_loop(tmp_path: Path) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # float32, another order of additions
 
 
-def test_a_loss_function_with_two_parameters_is_a_mean_over_its_batch(tmp_path: Path) -> None:
-    class Bare(Line):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return self.layer(x).squeeze(-1)
+class _Unlabelled(Line):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.layer(x).squeeze(-1)
 
-    options = {"optim": "sgd", "learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0}
-    args = _args(tmp_path, gradient_accumulation_steps=5, **options)
+
+def test_a_loss_function_with_two_parameters_is_a_mean_over_its_batch(tmp_path: Path) -> None:
+    args = _args(tmp_path, gradient_accumulation_steps=5, **CONSTANT_SGD | {"learning_rate": 0.01})
     for loss_function in (nn.MSELoss(), lambda outputs, labels: F.mse_loss(outputs, labels)):
-        trainer = Trainer(Bare(), args, train_dataset=DATA, compute_loss_func=loss_function)
+        trainer = Trainer(_Unlabelled(), args, train_dataset=DATA, compute_loss_func=loss_function)
         trainer.train()  # one step over all ten samples: w = 0.01 * mean(2 * 2x * x) = 0.01 * 4 * 28.5
         assert trainer.model.layer.weight.item() == pytest.approx(0.04 * 28.5, rel=1e-6)
 
     class Scaled(Trainer):
         loss_is_scaled_for_ga = True
 
-    trainer = Scaled(Bare(), args, train_dataset=DATA, compute_loss_func=lambda y, labels: F.mse_loss(y, labels) / 5)
+    trainer = Scaled(
+        _Unlabelled(), args, train_dataset=DATA, compute_loss_func=lambda y, labels: F.mse_loss(y, labels) / 5
+    )
     trainer.train()
     assert trainer.model.layer.weight.item() == pytest.approx(0.04 * 28.5, rel=1e-6)
 
@@ -145,18 +149,12 @@ def test_a_loss_function_with_two_parameters_is_a_mean_over_its_batch(tmp_path: 
 @pytest.mark.parametrize("kind", ["tensors", "arrays", "parts of a batch"])
 def test_plain_tensors_are_data(tmp_path: Path, kind: str) -> None:
     x, y = torch.arange(10.0)[:, None], 2 * torch.arange(10.0)
-    options = {"optim": "sgd", "learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0}
-    args = _args(tmp_path, per_device_train_batch_size=10, eval_strategy="epoch", **options)
+    options = {**CONSTANT_SGD, "learning_rate": 0.01, "eval_strategy": "epoch"}
+    args = _args(tmp_path, per_device_train_batch_size=10, **options)
     data: Any = (x, y) if kind != "arrays" else (x.numpy(), y.numpy())
-    if kind == "parts of a batch":  # forward takes both, and returns the loss
-        trainer = Trainer(Line(), args, train_dataset=data, eval_dataset=data)
-    else:
-
-        class Bare(Line):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-                return self.layer(x).squeeze(-1)
-
-        trainer = Trainer(Bare(), args, train_dataset=data, eval_dataset=data, compute_loss_func=nn.MSELoss())
+    # Of the parts of a batch, forward takes both, and returns the loss.
+    source: Any = (Line(), None) if kind == "parts of a batch" else (_Unlabelled(), nn.MSELoss())
+    trainer = Trainer(source[0], args, train_dataset=data, eval_dataset=data, compute_loss_func=source[1])
     trainer.train()
     assert trainer.model.layer.weight.item() == pytest.approx(0.04 * 28.5, rel=1e-6)
     output = trainer.predict(data)
@@ -167,19 +165,9 @@ def test_plain_tensors_are_data(tmp_path: Path, kind: str) -> None:
 
 
 def test_parts_of_a_batch_without_a_loss_are_told(tmp_path: Path) -> None:
-    class Bare(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
     with pytest.raises(UsageError, match="returned no loss; the batch is a list") as error:
-        Trainer(
-            Bare(), _args(tmp_path), train_dataset=(torch.ones(4, 1), torch.ones(4)), optimizers=_sgd(Line())
-        ).train()
+        Trainer(_Unlabelled(), _args(tmp_path), train_dataset=(torch.ones(4, 1), torch.ones(4))).train()
     assert "pass compute_loss_func" in (error.value.do or "")
-
-
-def _sgd(model: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-    return torch.optim.SGD(model.parameters(), lr=0.1), None
 
 
 # ---- noise, memory, precision ----------------------------------------------------------------------------------------
