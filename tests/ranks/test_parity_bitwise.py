@@ -519,6 +519,26 @@ def test_the_number_of_threads_comes_from_the_environment() -> None:
     assert run_on_ranks(_threads, world_size=2) == [1, 1]  # OMP_NUM_THREADS of the ranks of tests
 
 
+def _loss_of_a_dropped_update(folder: str) -> tuple[float, float]:
+    """Return ``update_loss()`` after an update, and after loading a checkpoint, which drops it."""
+    accelerator, model, optimizer, loader = _prepared(_mlp())
+    accelerator.save_state(folder)
+    for x, y in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            break
+    trained = accelerator.update_loss()
+    accelerator.load_state(folder)
+    return trained, accelerator.update_loss()
+
+
+def test_the_loss_of_the_last_update_is_known_after_it_was_dropped(tmp_path: Path) -> None:
+    for trained, loaded in run_on_ranks(_loss_of_a_dropped_update, str(tmp_path / "saved"), world_size=2):
+        assert loaded == trained > 0
+
+
 def _uncleared(layout: str, num_samples: int) -> list[torch.Tensor]:
     """Return the weights after updates without zero_grad, for two optimizers with alternating layers."""
     torch.manual_seed(0)
