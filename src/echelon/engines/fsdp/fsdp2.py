@@ -29,7 +29,6 @@ from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate
 from echelon.engines.expert_parallel.experts import divide_experts, shard_experts
-from echelon.engines.fsdp.grad_norm import total_norm
 from echelon.engines.fsdp.meta_device import Values, broadcast_model, fill_from_rank_zero, move_to_meta, require_values
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.fsdp.pipeline_state import (
@@ -38,8 +37,12 @@ from echelon.engines.fsdp.pipeline_state import (
     has_rank_zero,
     own_optimizer_state,
 )
-from echelon.engines.fsdp.shard_access import accept_full_state_dicts, warn_on_shard_values
-from echelon.engines.fsdp.unsharded_parameters import UnshardedParameters
+from echelon.engines.fsdp.sharded_model import (
+    UnshardedParameters,
+    accept_full_state_dicts,
+    total_norm,
+    warn_on_shard_values,
+)
 from echelon.engines.fsdp.wrap_policy import checkpoint_activations, ignored_parameters, modules_to_shard, reject_sparse
 from echelon.engines.output_hooks import ZeroOutputGradients, flatten_outputs_for_hooks
 from echelon.engines.param_groups import (
