@@ -16,10 +16,9 @@ from echelon.data.active_loaders import ActiveLoaders, LoaderOptions
 from echelon.data.exact.exact_sources import ExactDispatchSource, ExactSource, ExactStreamSource, IndexedExactSource
 from echelon.data.loader import DispatchedLoader, PreparedLoader
 from echelon.data.pass_position import BatchPosition, SamplePosition
-from echelon.data.rebuild_loader import has_own_reading
+from echelon.data.rebuild_loader import copy_loader, has_own_reading, stateful_loader
 from echelon.data.sharding.batch_source import (
     BatchSource,
-    DatasetShardsSource,
     DispatchSource,
     PlainSource,
     ShardedSource,
@@ -132,8 +131,16 @@ def _source(given: _Given) -> BatchSource:
     if not isinstance(loader.dataset, IterableDataset):
         return ShardedSource(loader, world=world, options=options, check=given.check)
     has_shards = isinstance(loader.dataset, SupportsShard) and loader.dataset.n_shards >= world.world_size
-    kind = DatasetShardsSource if has_shards and not options.split_batches else StreamSource
-    return kind(loader, world=world, options=options)
+    if has_shards and not options.split_batches:
+        own = copy_loader(
+            loader,
+            loader.dataset.shard(num_shards=world.world_size, index=world.rank),  # type: ignore[attr-defined]
+            kind=stateful_loader() if saves_state(loader, options) else DataLoader,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+        )
+        return PreshardedSource(own, world=world, agreement=given.agreement, options=options)
+    return StreamSource(loader, world=world, options=options)
 
 
 def _exact_source(given: _Given) -> ExactSource:

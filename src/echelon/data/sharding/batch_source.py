@@ -30,7 +30,6 @@ from echelon.data.sharding.sharded_stream import (
     ExposeUsersDataset,
     ShardedStream,
     iterate_like_rank_zero,
-    read_own_shards,
 )
 from echelon.data.skip_batches import SkipBatchSampler
 from echelon.data.whole_batches import WholeBatches, read_whole_batches
@@ -41,7 +40,6 @@ from echelon.world.world import World
 __all__ = [
     "ShardedSource",
     "DispatchSource",
-    "DatasetShardsSource",
     "GivenSource",
     "PlainSource",
     "BatchSource",
@@ -359,40 +357,6 @@ class StreamSource(BatchSource):
 
     def set_even(self, even: bool) -> None:
         self.stream.even = even and self._num_readers > 1
-
-
-class DatasetShardsSource(BatchSource):
-    """A loader over an iterable dataset that has a ``shard`` method, such as a Hugging Face dataset."""
-
-    reads_own_shard = True
-
-    def __init__(self, loader: DataLoader[Any], *, world: World, options: LoaderOptions) -> None:
-        self._world = world
-        self.even = options.even_batches
-        self.drop_last = loader.drop_last
-        self.inner = copy_loader(
-            loader,
-            loader.dataset.shard(num_shards=world.world_size, index=world.rank),  # type: ignore[attr-defined]
-            kind=stateful_loader() if saves_state(loader, options) else DataLoader,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-        )
-        self.batch_size = _batch_size(loader, self.inner)
-
-    def steps(self, skip: int) -> Steps:
-        return islice(self._read(), skip, None)
-
-    def _read(self) -> Steps:
-        self.ended_early = yield from read_own_shards(
-            iter(self.inner),
-            world=self._world,
-            batch_size=self.batch_size,
-            even=self.even,
-            drop_last=self.drop_last,
-        )
-
-    def num_steps(self) -> int:
-        return len(self.inner)
 
 
 def rows_check(loader: DataLoader[Any], slice_fn: SliceFn | None) -> Callable[[Any, int | None], None] | None:

@@ -1,4 +1,4 @@
-"""A loader that is already sharded. Each rank reads its own shard, and the ranks agree on when a pass ends."""
+"""A loader of one rank's shard. Each rank reads its own, and the ranks agree on when a pass ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from echelon.base.errors import UsageError
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import LoaderOptions
+from echelon.data.batch import num_samples
 from echelon.data.data_facts import DataFacts
 from echelon.data.global_batch_slices import LastStep
 from echelon.data.sharding.batch_source import BatchSource, PlainSource, Steps, batches_of
-from echelon.data.sharding.sharded_stream import read_own_shards
 from echelon.distributed.checks.already_sharded import SamplerEpochs, samplers_of
 from echelon.distributed.checks.loader_agreement import LoaderAgreement, LoaderFacts
 from echelon.distributed.small_messages import gather_counts
@@ -25,10 +25,9 @@ __all__ = ["PreshardedSource"]
 
 
 class PreshardedSource(BatchSource):
-    """A loader whose sampler, batch sampler or dataset yields this rank's own shard.
+    """A loader whose sampler, batch sampler or dataset yields this rank's own shard, by itself or by the dataset's ``shard``.
 
-    The ranks exchange the lengths of their samplers once per pass, or the size of each batch if the lengths are unknown
-    (``read_own_shards``). With ``even``, a rank that has fewer batches than others repeats its first batch.
+    The ranks exchange the lengths of their samplers once per pass, or the size of each batch if the lengths are unknown. With ``even``, a rank that has fewer batches than others repeats its first batch.
 
     Collective: call on every rank in each pass, and in each step if lengths are unknown.
     """
@@ -81,9 +80,50 @@ class PreshardedSource(BatchSource):
         return self._known_steps(skip)
 
     def _unknown_steps(self, batches: Iterator[Any]) -> Steps:
-        self.ended_early = yield from read_own_shards(
-            batches, world=self._world, batch_size=self.batch_size, even=self.even, drop_last=self.drop_last
-        )
+        """Yield the steps of a pass in which the number of batches on other ranks is unknown.
+
+        In each step, ranks exchange the sizes of their next batches, which takes a few bytes. With ``drop_last``, all ranks end
+        when the first rank runs out of batches. With ``even``, a rank that runs out of batches repeats its first batch until all
+        ranks have run out. Otherwise, each rank ends separately, and only the first ones to end have ``ended_early``.
+
+        Collective: call on every rank in each step, until a rank has ended.
+
+        Raises:
+            UsageError: with ``even``, a rank has no batch to repeat.
+        """
+        self.ended_early = False
+        rank, num_ranks = self._world.rank, self._world.world_size
+        first: Any = _NONE
+        all_read = True
+        while True:
+            batch = next(batches, _NONE)
+            if first is _NONE:
+                first = batch
+            size = _num_samples(batch)
+            if not all_read:
+                if batch is _NONE:
+                    return
+                own = [size if other == rank else 0 for other in range(num_ranks)]  # every other rank has ended
+                yield batch, LastStep(own, own)
+                continue
+            real, again = gather_counts(size, _num_samples(first), group=self._world.group)
+            if max(real) == 0 or (self.drop_last and min(real) == 0):
+                return
+            if min(real) > 0 or not self.even:
+                all_read = min(real) > 0
+                if batch is _NONE:
+                    self.ended_early = True
+                    return
+                is_full = len(set(real)) == 1 and real[0] == (self.batch_size or real[0])
+                yield batch, None if is_full else LastStep(real, real)
+                continue
+            if min(again) == 0:
+                raise UsageError(
+                    f"rank {again.index(0)} has no samples in its shards of the dataset, but other ranks do",
+                    do="pass DataLoaderConfiguration(dispatch_batches=True), or use a dataset without empty shards",
+                )
+            sizes = [have or repeat for have, repeat in zip(real, again)]
+            yield first if batch is _NONE else batch, LastStep(sizes, real)
 
     def _known_steps(self, skip: int) -> Iterator[tuple[Any, LastStep | None]]:
         shards = self._shards = self._agree_on_lengths()
@@ -175,6 +215,10 @@ def _num_new(shard: LoaderFacts, batch: int) -> int:
     """Return the number of samples in a batch that are not repeated."""
     is_last = (batch + 1) * shard.batch_size >= shard.num_drawn
     return max(_size(shard, batch) - (shard.num_repeated if is_last else 0), 0)
+
+
+def _num_samples(batch: Any) -> int:
+    return 0 if batch is _NONE else (num_samples(batch) or 1)
 
 
 _NONE: Any = object()

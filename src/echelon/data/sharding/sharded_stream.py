@@ -1,8 +1,8 @@
-"""Iterable datasets that every rank reads in full, keeping only its slices, or that shard themselves."""
+"""Iterable datasets that every rank reads in full, keeping only its slices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.data.batch import num_samples, require_divisible
 from echelon.data.global_batch_slices import LastStep
@@ -19,8 +18,6 @@ from echelon.distributed.checks.already_sharded import set_epoch
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sample_fingerprints
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.division import real_sizes, share_sizes
-from echelon.distributed.small_messages import gather_counts
-from echelon.world.world import World
 
 __all__ = [
     "CollatePart",
@@ -28,7 +25,6 @@ __all__ = [
     "IterableDatasetShard",
     "ShardedStream",
     "iterate_like_rank_zero",
-    "read_own_shards",
 ]
 
 Columns = dict[str, ColumnFingerprint]
@@ -251,59 +247,3 @@ def _set_state(generator: torch.Generator | None, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
     else:
         generator.set_state(state)
-
-
-def read_own_shards(
-    batches: Iterator[Any], *, world: World, batch_size: int | None, even: bool, drop_last: bool
-) -> Generator[tuple[Any, LastStep | None], None, bool]:
-    """Read a loader whose dataset shards itself, if the number of batches on other ranks is unknown.
-
-    In each step, ranks exchange the sizes of their next batches, which takes a few bytes. With ``drop_last``, all ranks end
-    when the first rank runs out of batches. With ``even``, a rank that runs out of batches repeats its first batch until all
-    ranks have run out. Otherwise, each rank ends separately.
-
-    Returns:
-        Whether this rank is among the first ranks to end while others continue. False for ranks that end later.
-
-    Collective: call on every rank of ``world`` in each step, until a rank has ended.
-
-    Raises:
-        UsageError: with ``even``, a rank has no batch to repeat.
-    """
-    first: Any = _NONE
-    all_read = True
-    while True:
-        batch = next(batches, _NONE)
-        if first is _NONE:
-            first = batch
-        size = _size(batch)
-        if not all_read:
-            if batch is _NONE:
-                return False
-            own = [size if rank == world.rank else 0 for rank in range(world.world_size)]  # every other rank has ended
-            yield batch, LastStep(own, own)
-            continue
-        real, again = gather_counts(size, _size(first), group=world.group)
-        if max(real) == 0 or (drop_last and min(real) == 0):
-            return False
-        if min(real) > 0 or not even:
-            all_read = min(real) > 0
-            if batch is _NONE:
-                return True
-            is_full = len(set(real)) == 1 and real[0] == (batch_size or real[0])
-            yield batch, None if is_full else LastStep(real, real)
-            continue
-        if min(again) == 0:
-            raise UsageError(
-                f"rank {again.index(0)} has no samples in its shards of the dataset, but other ranks do",
-                do="pass DataLoaderConfiguration(dispatch_batches=True), or use a dataset without empty shards",
-            )
-        sizes = [have or repeat for have, repeat in zip(real, again)]
-        yield first if batch is _NONE else batch, LastStep(sizes, real)
-
-
-def _size(batch: Any) -> int:
-    return 0 if batch is _NONE else (num_samples(batch) or 1)
-
-
-_NONE: Any = object()
