@@ -79,7 +79,7 @@ def test_a_save_that_is_killed_leaves_a_folder_that_the_next_run_removes(
 
     with monkeypatch.context() as patch:  # neither the rename nor the tidying up after an error happens
         patch.setattr("echelon.checkpoint.commit.PendingFolder.commit", killed)
-        patch.setattr("echelon.checkpoint.commit.PendingFolder.give_up", lambda self: None)
+        patch.setattr("echelon.checkpoint.commit.PendingFolder._give_up", lambda self: None)
         with pytest.raises(Killed):
             _trainer(tmp_path, checkpoint_format=layout).train()
     assert [path.name.partition("tmp-")[0] for path in tmp_path.iterdir()] == ["checkpoint-2."]

@@ -73,11 +73,8 @@ class BackgroundSaver:
         Raises:
             CheckpointError: the previous checkpoint could not be written.
         """
-        try:
+        with save.pending.discarded_on_error():
             self.wait()
-        except BaseException:
-            save.pending.give_up()
-            raise
         save.tensors = self._copied(save.tensors)
         gather = store_gather(save.pending.token)
 

@@ -144,8 +144,16 @@ class PendingFolder:
             except OSError as error:
                 warn(f"{target} was saved, but the old folder {old} could not be deleted: {error}")
 
-    def give_up(self) -> None:
-        """Delete the folder, unless renaming has begun and it may contain the old checkpoint."""
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[None]:
+        """If the block raises, delete the folder, unless renaming has begun and it may contain the old checkpoint."""
+        try:
+            yield
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
         try:
             if self.is_owner and not self._may_hold_the_old_one() and storage.kind(self.path) == "folder":
                 discard(self.path)
@@ -171,13 +179,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     """
     folder = PendingFolder(target=target, token=new_token())
     folder.make()
-    try:
+    with folder.discarded_on_error():
         yield folder.path
         sync_tree(folder.path)
         folder.commit(manifest=None, is_part=lambda _: True)
-    except BaseException:
-        folder.give_up()
-        raise
 
 
 def make_folders(folder: Path) -> None:

@@ -101,11 +101,8 @@ class Save:
 
         Collective: call on every rank.
         """
-        try:
+        with self.pending.discarded_on_error():
             return run_on_all_ranks(what, write, gather, target=self.pending.target)
-        except BaseException:
-            self.pending.give_up()
-            raise
 
     def finish(self, gather: Gather = gather_bytes, *, show: BarOpener = no_bar) -> Path:
         """Write and commit the checkpoint. Return its path once it is on disk. ``show`` opens the progress bar.
@@ -117,12 +114,9 @@ class Save:
             CheckpointError: some ranks, which the error names, could not write. Existing checkpoints are unchanged.
         """
         options: dict[str, Any] = {"target": self.pending.target, "details": self._missing_bytes}
-        try:
+        with self.pending.discarded_on_error():
             files = run_on_all_ranks(f"writing {self.pending.target}", lambda: self._write(show), gather, **options)
             run_on_all_ranks(f"renaming {self.pending.path}", lambda: self._commit(files), gather, **options)
-        except BaseException:
-            self.pending.give_up()
-            raise
         progress, recorder = self.manifest.progress, recorder_of_process()
         if self.rank == 0 and progress is not None and recorder is not None:  # weights alone have no progress
             duration_s = (time.monotonic_ns() - self.began_ns) / 1e9
@@ -194,15 +188,10 @@ class Save:
             CheckpointError: part of the content cannot be saved.
             DesyncError: ranks have different tensors with the same name.
         """
-        own, is_first = _LocalContent(), self.rank == self.crew[0]
-        try:
-            announced = run_on_all_ranks(
-                f"saving {self.pending.target}", lambda: own.collect(content, world, is_first=is_first), gather
-            )
-            run_on_all_ranks(f"saving {self.pending.target}", lambda: own.plan(announced, self.crew), gather)
-        except BaseException:
-            self.pending.give_up()
-            raise
+        own, is_first, what = _LocalContent(), self.rank == self.crew[0], f"saving {self.pending.target}"
+        with self.pending.discarded_on_error():
+            announced = run_on_all_ranks(what, lambda: own.collect(content, world, is_first=is_first), gather)
+            run_on_all_ranks(what, lambda: own.plan(announced, self.crew), gather)
         self.tensors, self.objects = own.writes, own.objects
         self.manifest = replace(self.manifest, tensors=own.layouts, aliases=own.aliases, progress=content.progress)
 
@@ -350,12 +339,9 @@ def begin_save(
         if is_first:
             pending.make()
 
-    try:
+    with pending.discarded_on_error():
         run_on_all_ranks(f"creating {pending.path}", make_folder, gather, target=target)
         _require_shared(pending, announced, crew, gather)
-    except BaseException:
-        pending.give_up()
-        raise
     manifest = Manifest(
         token=pending.token,
         created=announced[0]["created"],
@@ -421,22 +407,20 @@ def save_folder(
                 do="use a folder that is shared by all ranks on a machine",
             )
 
-    def run(what: str, action: Callable[[], None], *, here: bool = True) -> None:
-        run_on_all_ranks(what, action if here else lambda: None, gather, target=target)
-
     creating, is_first_of_machine = f"creating {pending.path}", world.is_local_rank_zero
-    try:
-        run(creating, pending.make, here=world.rank == 0)
+    steps: tuple[tuple[str, bool, Callable[[], None]], ...] = (
+        (creating, world.rank == 0, pending.make),
         # Machines that do not see rank zero's folder create their own.
-        run(creating, lambda: pending.make(may_exist=True), here=is_first_of_machine and world.rank != 0)
-        run(creating, require_visible)
-        run(f"writing {target}", lambda: write(pending.path, pending.is_owner))
+        (creating, is_first_of_machine and world.rank != 0, lambda: pending.make(may_exist=True)),
+        (creating, True, require_visible),
+        (f"writing {target}", True, lambda: write(pending.path, pending.is_owner)),
         # One rank of each machine syncs. On network file systems, too, a machine must sync the data that it wrote.
-        run(f"syncing {pending.path}", lambda: sync_tree(pending.path), here=is_first_of_machine)
-        run(f"renaming {pending.path}", lambda: pending.commit(manifest=None, is_part=is_part))
-    except BaseException:
-        pending.give_up()
-        raise
+        (f"syncing {pending.path}", is_first_of_machine, lambda: sync_tree(pending.path)),
+        (f"renaming {pending.path}", True, lambda: pending.commit(manifest=None, is_part=is_part)),
+    )
+    with pending.discarded_on_error():
+        for what, is_here, action in steps:
+            run_on_all_ranks(what, action if is_here else lambda: None, gather, target=target)
     return pending.is_owner
 
 

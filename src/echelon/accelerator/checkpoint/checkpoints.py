@@ -530,11 +530,8 @@ class Checkpoints:
             return [i for i, one in enumerate(given) if not any(one is kept for kept in weights)]
 
         taken_out = save.write_others("a hook of save_state", run)
-        try:
+        with save.pending.discarded_on_error():
             content = collect()
-        except BaseException:
-            save.pending.give_up()
-            raise
         save.update(content, world=self._world)
         for i in taken_out[save.crew[0]]:  # the rank that commits the checkpoint decides for all ranks
             save.leave_out(model_prefix(i))
