@@ -11,7 +11,8 @@ from hypothesis import Phase, given, settings, strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from echelon.base.errors import UsageError
-from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, PassPlan, UpdateSplitter, make_order
+from echelon.data.exact.exact_batches import ExactBatches, ExactOptions, UpdateSplitter, make_order
+from echelon.data.global_batch_slices import PassPlan
 
 
 def _one_process(n: int, batch_size: int, drop_last: bool, seed: int, epoch: int) -> list[list[int]]:

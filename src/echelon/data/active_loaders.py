@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader
 
-from echelon.data.exact.exact_batches import ExactOptions, PassPlan
-from echelon.data.global_batch_slices import Contribution
+from echelon.data.exact.exact_batches import ExactOptions
+from echelon.data.global_batch_slices import Contribution, PassPlan
 from echelon.distributed.checks.ungathered_metrics import UngatheredMetricsCheck
 
 __all__ = ["PassTracker", "PassDriver", "LoaderOptions", "PassFacts", "ActiveLoaders"]

@@ -11,6 +11,7 @@ from echelon.distributed.division import slice_range
 __all__ = [
     "Contribution",
     "LastStep",
+    "PassPlan",
     "canonical_contributions",
     "contributions",
     "join_small_batches",
@@ -33,6 +34,17 @@ class LastStep:
         """Number of new samples in each rank's batch. The remaining samples are repeated to fill the batch."""
         self.batch_size = batch_size
         """Batch size of the user's loader, if it matters to who reads this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassPlan:
+    """The plan for a pass, in the exact modes."""
+
+    num_micro_steps: int = 1
+    """Number of micro-steps per update, if the update has enough samples."""
+    trains: bool = True
+    """Whether this is a training pass, which balances samples across ranks. In other passes, gathered results keep the data's
+    order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

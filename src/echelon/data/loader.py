@@ -17,10 +17,9 @@ from echelon.base.warnings import warn
 from echelon.data.active_loaders import ActiveLoaders, LoaderOptions, PassFacts
 from echelon.data.batch import agreed_num_samples
 from echelon.data.data_facts import DataFacts, facts_of_data
-from echelon.data.exact.exact_batches import PassPlan
 from echelon.data.fetched_batches import FetchedBatches
-from echelon.data.global_batch_slices import Contribution, LastStep
-from echelon.data.pass_observers import PassObservers
+from echelon.data.global_batch_slices import Contribution, LastStep, PassPlan
+from echelon.data.pass_observers import observers_of_pass
 from echelon.data.pass_position import END, PassPosition
 from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.batch_source import BatchSource, batches_of
@@ -495,11 +494,9 @@ class PreparedLoader(DataLoader[Any]):
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return max(self._position.num_steps(self._plan_pass) - self.skip_batches, 0)
-
-    def _plan_pass(self) -> PassPlan:
         driver = self.active.driver
-        return PassPlan() if driver is None else driver.plan_pass()
+        plan = PassPlan() if driver is None else driver.plan_pass()
+        return max(self.source.num_steps(plan) - self.skip_batches, 0)
 
     def _begin_planned_pass(self) -> PassPlan:
         driver = self.active.driver
@@ -531,7 +528,7 @@ class PreparedLoader(DataLoader[Any]):
             note_phase(Phase.DATA)
             steps, step = position.open(self.skip_batches, self._begin_planned_pass, resumed_from)
             first_pass, source.first_pass = source.first_pass, None
-            observers = PassObservers.of_pass(
+            before_reading, after_reading = observers_of_pass(
                 first_pass=first_pass,
                 begin_batch=None if tracker is None else partial(tracker.begin_batch, self),
                 draws=position.draws if position.draws is not None and position.draws.is_of_a_batch else None,
@@ -547,10 +544,10 @@ class PreparedLoader(DataLoader[Any]):
                 inner_state = None
                 if is_saved:  # empty if another rank reads the data
                     inner_state = self.inner.state_dict() if isinstance(self.inner, SupportsStateDict) else {}
-                for observe in observers.before_reading:
+                for observe in before_reading:
                     observe(batch)
                 step = next(steps, END)
-                for observe_step in observers.after_reading:
+                for observe_step in after_reading:
                     observe_step(batch, facts)
                 self._num_samples = self._count_samples(batch) if varies else None
                 if step is END:

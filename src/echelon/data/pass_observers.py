@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,52 +15,46 @@ from echelon.distributed.structure import ignorant_find_batch_size
 from echelon.status.board import Phase, StepPart
 from echelon.status.notes import Notes, notes_of_process
 
-__all__ = ["PassObservers"]
+__all__ = ["observers_of_pass"]
 
 # Looking up a member of an enum takes a tenth of a microsecond.
 _DATA, _TRAIN, _EVALUATE, _FORWARD = Phase.DATA, Phase.TRAIN, Phase.EVALUATE, StepPart.FORWARD
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassObservers:
-    """Functions to call in each step of a pass; none if nothing watches it. The next batch is read before the current one is used."""
+BeforeReading = Callable[[Any], object]
+AfterReading = Callable[[Any, LastStep | Contribution | None], object]
 
-    before_reading: tuple[Callable[[Any], object], ...]
-    """Called with the current batch before the next one is read."""
-    after_reading: tuple[Callable[[Any, LastStep | Contribution | None], object], ...]
-    """Called after the next batch was read, with the current batch and all ranks' batch sizes."""
 
-    @classmethod
-    def of_pass(
-        cls,
-        *,
-        first_pass: DuplicateSamplesCheck | None,
-        begin_batch: Callable[[Any], object] | None,
-        draws: HostDraws | None,
-        is_alone: bool,
-    ) -> PassObservers:
-        """Return the observers of a pass that begins.
+def observers_of_pass(
+    *,
+    first_pass: DuplicateSamplesCheck | None,
+    begin_batch: BeforeReading | None,
+    draws: HostDraws | None,
+    is_alone: bool,
+) -> tuple[list[BeforeReading], list[AfterReading]]:
+    """Return what to call in each step of a pass that begins, with the current batch before the next one is read, and with the
+    current batch and all ranks' batch sizes after that; nothing if nothing watches the pass.
 
-        Args:
-            draws: where the states of the random number generators are recorded before each batch, if they are.
-            is_alone: whether one process trains: then the time until ``backward()`` counts as the forward pass.
-        """
-        before: list[Callable[[Any], object]] = [] if first_pass is None else [first_pass.add]
-        after: list[Callable[[Any, LastStep | Contribution | None], object]] = []
-        notes, recorder = notes_of_process(), recorder_of_process()
-        if begin_batch is not None:
-            before.append(begin_batch)
-        if draws is not None:
-            before.append(draws.take)
-        if notes is not None:
-            phases = _Phases(notes, times_forward=is_alone)
-            before.append(phases.before_reading)
-            after.append(phases.after_reading)
-        if recorder is not None:
-            after.append(_SampleCounter(recorder).count)
-        if draws is not None:
-            after.append(draws.end_batch)
-        return cls(before_reading=tuple(before), after_reading=tuple(after))
+    Args:
+        draws: where the states of the random number generators are recorded before each batch, if they are.
+        is_alone: whether one process trains: then the time until ``backward()`` counts as the forward pass.
+    """
+    before: list[BeforeReading] = [] if first_pass is None else [first_pass.add]
+    after: list[AfterReading] = []
+    notes, recorder = notes_of_process(), recorder_of_process()
+    if begin_batch is not None:
+        before.append(begin_batch)
+    if draws is not None:
+        before.append(draws.take)
+    if notes is not None:
+        phases = _Phases(notes, times_forward=is_alone)
+        before.append(phases.before_reading)
+        after.append(phases.after_reading)
+    if recorder is not None:
+        after.append(_SampleCounter(recorder).count)
+    if draws is not None:
+        after.append(draws.end_batch)
+    return before, after
 
 
 class _Phases:

@@ -14,9 +14,8 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import PassFacts
-from echelon.data.exact.exact_batches import PassPlan
 from echelon.data.exact.exact_sources import ExactSource
-from echelon.data.global_batch_slices import Contribution
+from echelon.data.global_batch_slices import Contribution, PassPlan
 from echelon.data.rng.host_rng import HostDraws, OtherDraws
 from echelon.data.sharding.batch_source import BatchSource, Steps
 from echelon.world.world import World
@@ -83,14 +82,6 @@ class PassPosition(ABC):
             resumed_from: the ``record`` of the pass to continue. If None, the pass starts from the beginning.
 
         Collective: call on every rank if ranks share an order or a reader.
-        """
-
-    @abstractmethod
-    def num_steps(self, plan_pass: Callable[[], PassPlan]) -> int:
-        """Return the number of steps in a full pass.
-
-        Raises:
-            TypeError: the number is unknown.
         """
 
     @abstractmethod
@@ -227,12 +218,9 @@ class PassPosition(ABC):
             self.loaded, self._resume = current, self._resume or self._state
         if self.loaded is not None and self.loaded["is_within"]:
             self._require_compatible(self.loaded)
-            self._resume_at(self.loaded)
+            if not self.is_exact:  # otherwise ``load_state_dict`` has restored the epoch, too
+                self.iteration = self.loaded["iteration"]
         self.resumes = self.loaded is not None
-
-    @abstractmethod
-    def _resume_at(self, record: dict[str, Any]) -> None:
-        """Restore the position stored in ``record``, which is within a pass."""
 
     def _require_compatible(self, record: dict[str, Any]) -> None:
         num_saved = record["world_size"]
@@ -304,9 +292,6 @@ class BatchPosition(PassPosition):
             source.inner.load_state_dict(resumed["inner"])
         return source.steps(0)
 
-    def num_steps(self, plan_pass: Callable[[], PassPlan]) -> int:
-        return self.source.num_steps()
-
     def record_batch(
         self, contribution: Contribution | None, inner_state: dict[str, Any] | None, is_last: bool
     ) -> None:
@@ -344,9 +329,6 @@ class BatchPosition(PassPosition):
             generator.set_state(saved)
         if self.source.order is not None:
             self.source.order.pin(state["order"])
-
-    def _resume_at(self, record: dict[str, Any]) -> None:
-        self.iteration = record["iteration"]
 
     def _generators(self) -> list[torch.Generator]:
         """Return the user's generators without duplicates."""
@@ -408,9 +390,6 @@ class SamplePosition(PassPosition):
         steps = self.source.steps(skip)
         return steps, next(steps, END)
 
-    def num_steps(self, plan_pass: Callable[[], PassPlan]) -> int:
-        return self.source.num_planned(plan_pass())
-
     def record_batch(
         self, contribution: Contribution | None, inner_state: dict[str, Any] | None, is_last: bool
     ) -> None:
@@ -444,6 +423,3 @@ class SamplePosition(PassPosition):
             self.load_state_dict(state["exact"])
         else:  # saved with another parity: only the epoch is common
             self.iteration = state["iteration"]
-
-    def _resume_at(self, record: dict[str, Any]) -> None:
-        """Do nothing, because ``load_state_dict`` has already restored the position."""

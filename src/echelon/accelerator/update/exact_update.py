@@ -24,8 +24,8 @@ from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import PassDriver
-from echelon.data.exact.exact_batches import ExactOptions, PassPlan
-from echelon.data.global_batch_slices import Contribution, num_micro_steps
+from echelon.data.exact.exact_batches import ExactOptions
+from echelon.data.global_batch_slices import Contribution, PassPlan, num_micro_steps
 from echelon.data.loader import PreparedLoader
 from echelon.data.rng.per_sample_rng import key_of
 from echelon.distributed.small_messages import gather_counts

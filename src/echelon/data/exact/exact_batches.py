@@ -22,6 +22,7 @@ from echelon.base.warnings import warn
 from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 from echelon.data.global_batch_slices import (
     Contribution,
+    PassPlan,
     canonical_contributions,
     contributions,
     join_small_batches,
@@ -37,7 +38,6 @@ __all__ = [
     "ExactOptions",
     "GlobalOrder",
     "OrderKind",
-    "PassPlan",
     "UpdateSplitter",
     "make_order",
     "partial_update_error",
@@ -66,17 +66,6 @@ class ExactOptions:
     by rank (exact)."""
     by_sample: bool = False
     """Whether to read samples one by one even if whole batches could be read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassPlan:
-    """The plan for a pass."""
-
-    num_micro_steps: int = 1
-    """Number of micro-steps per update, if the update has enough samples."""
-    trains: bool = True
-    """Whether this is a training pass, which balances samples across ranks. In other passes, gathered results keep the data's
-    order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,12 +27,11 @@ from echelon.data.data_facts import DataFacts, known_length
 from echelon.data.exact.exact_batches import (
     ExactBatches,
     ExactOptions,
-    PassPlan,
     UpdateSplitter,
     make_order,
     partial_update_error,
 )
-from echelon.data.global_batch_slices import Contribution, join_small_batches
+from echelon.data.global_batch_slices import Contribution, PassPlan, join_small_batches
 from echelon.data.rebuild_loader import FollowedBatches, copy_loader, has_own_reading
 from echelon.data.rng.per_sample_rng import OF_COLLATE, OF_WORKERS, KeyedCollate, KeyedDataset, draws_of, key_of
 from echelon.data.sharding.batch_source import (
@@ -74,17 +73,6 @@ class ExactSource(BatchSource):
     @abstractmethod
     def state(self, position: int) -> dict[str, Any]:
         """Return the state needed to resume the pass at ``position``, in addition to the position and the epoch."""
-
-    @abstractmethod
-    def num_planned(self, plan: PassPlan) -> int:
-        """Return the number of micro-steps in a full pass.
-
-        Raises:
-            TypeError: the number is unknown.
-        """
-
-    def num_steps(self) -> int:
-        return self.num_planned(PassPlan())
 
 
 class IndexedExactSource(ExactSource):
@@ -145,7 +133,7 @@ class IndexedExactSource(ExactSource):
             ahead = self.batches.ahead if ahead is None else ahead  # that of this pass, which has begun now
             yield batch, ahead.popleft()
 
-    def num_planned(self, plan: PassPlan) -> int:
+    def num_steps(self, plan: PassPlan) -> int:
         return self.batches.num_steps(plan)
 
     def lengths(self) -> tuple[int, int]:
@@ -330,7 +318,7 @@ class ExactStreamSource(ExactSource):
                     yield batch, one.shifted(position)
             position = end
 
-    def num_planned(self, plan: PassPlan) -> int:
+    def num_steps(self, plan: PassPlan) -> int:
         num_samples, num_batches = self.lengths()
         if num_samples < 0:
             raise TypeError(f"object of type {type(self._stream.dataset).__name__} has no len()")
@@ -434,7 +422,7 @@ class ExactDispatchSource(ExactSource):
             return None
         return DataFacts(num_samples=known_length(self.total_samples), batch_size=self.batch_size)
 
-    def num_planned(self, plan: PassPlan) -> int:
+    def num_steps(self, plan: PassPlan) -> int:
         return self._splitter.num_steps(plan, num_samples=self._num_samples, num_batches=self._num_batches)
 
 

@@ -18,7 +18,7 @@ from echelon.base.protocols import SupportsSetEpoch, SupportsStateDict
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.batch import require_divisible, require_rows_per_sample
 from echelon.data.data_facts import DataFacts, known_length
-from echelon.data.global_batch_slices import Contribution, LastStep
+from echelon.data.global_batch_slices import Contribution, LastStep, PassPlan
 from echelon.data.rebuild_loader import FollowedBatches, copy_loader, has_own_reading, stateful_loader
 from echelon.data.rng.worker_rng import WorkerDraws
 from echelon.data.sharding.dispatch import CountedCollate, ReadBatch, SliceFn, dispatch, global_batches
@@ -96,8 +96,8 @@ class BatchSource(ABC):
         """
 
     @abstractmethod
-    def num_steps(self) -> int:
-        """Return the number of steps in a pass on this rank.
+    def num_steps(self, plan: PassPlan) -> int:
+        """Return the number of steps in a full pass on this rank; only the exact modes use ``plan``.
 
         Raises:
             TypeError: the number is unknown.
@@ -202,7 +202,7 @@ class PlainSource(BatchSource):
     def steps(self, skip: int) -> Steps:
         return zip(self._batches_from(skip), repeat(None))  # a generator would be called for each batch
 
-    def num_steps(self) -> int:
+    def num_steps(self, plan: PassPlan) -> int:
         return len(self.inner)
 
     def set_sampler(self, sampler: Any, original: DataLoader[Any]) -> None:
@@ -245,7 +245,7 @@ class GivenSource(BatchSource):
         self.ended_early = last is not None and self.batches is not None and last.sizes[self.batches.process_index] == 0
         return None if self.ended_early else last
 
-    def num_steps(self) -> int:
+    def num_steps(self, plan: PassPlan) -> int:
         return len(self.inner)
 
     def owners_of_epoch(self, original: DataLoader[Any]) -> tuple[Any, ...]:
@@ -297,7 +297,7 @@ class ShardedSource(BatchSource):
         self.ended_early = last is not None and last.sizes[self.batches.process_index] == 0
         return None if self.ended_early else last
 
-    def num_steps(self) -> int:
+    def num_steps(self, plan: PassPlan) -> int:
         return len(self.batches)
 
     def set_even(self, even: bool) -> None:
@@ -352,7 +352,7 @@ class StreamSource(BatchSource):
                 return
             yield batch, facts
 
-    def num_steps(self) -> int:
+    def num_steps(self, plan: PassPlan) -> int:
         return self.stream.num_steps()
 
     def set_even(self, even: bool) -> None:
@@ -451,7 +451,7 @@ class DispatchSource(BatchSource):
             return None
         return DataFacts(num_samples=known_length(self.total_samples), batch_size=self.batch_size)
 
-    def num_steps(self) -> int:
+    def num_steps(self, plan: PassPlan) -> int:
         if self.total_batches < 0:
             raise TypeError("rank zero's loader has no length")
         whole, rest = divmod(self.total_batches, self.batches_per_step)

@@ -14,7 +14,7 @@ from echelon.base.warnings import warn
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.batch import num_samples
 from echelon.data.data_facts import DataFacts
-from echelon.data.global_batch_slices import LastStep
+from echelon.data.global_batch_slices import LastStep, PassPlan
 from echelon.data.sharding.batch_source import BatchSource, PlainSource, Steps, batches_of
 from echelon.distributed.checks.already_sharded import SamplerEpochs, samplers_of
 from echelon.distributed.checks.loader_agreement import LoaderAgreement, LoaderFacts
@@ -195,7 +195,7 @@ class PreshardedSource(BatchSource):
             )
         return max(counts)
 
-    def num_steps(self) -> int:
+    def num_steps(self, plan: PassPlan) -> int:
         return len(self.inner) if self._shards is None else self._num_steps(self._shards)
 
 
