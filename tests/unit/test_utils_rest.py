@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from echelon import utils
-from echelon.base.errors import DesyncError, MissingExtraError
+from echelon.base.errors import CheckpointError, DesyncError, MissingExtraError
 from echelon.base.warnings import EchelonWarning
 from echelon.logging import MultiProcessAdapter, get_logger
 from echelon.optimizer import move_to_device
@@ -202,6 +202,13 @@ def test_weights_are_read_from_both_formats(tmp_path: Path) -> None:
         loaded = utils.load_state_dict(str(tmp_path / name))
         assert (list(loaded), loaded["a"].tolist()) == (["a"], [0.0, 1.0, 2.0])
     assert utils.load(tmp_path / "a.bin")["a"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_a_damaged_weight_file_is_named(tmp_path: Path, device_map: dict[str, str] | None) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read"):
+        utils.load_state_dict(str(tmp_path / "a.safetensors"), device_map)
 
 
 def test_blocks_are_compiled_in_place_for_sharded_models() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from echelon.accelerator.models.save_objects import extract_model_from_parallel
@@ -18,7 +18,8 @@ from echelon.base.optional import is_available
 from echelon.base.sharded import is_dtensor
 from echelon.big_models.set_tensor import as_device
 from echelon.big_models.tied_parameters import device_of
-from echelon.checkpoint.formats.torch_files import load
+from echelon.checkpoint.damage import damaged
+from echelon.checkpoint.formats.weight_files import read_weights
 from echelon.compat.enums import DistributedType
 from echelon.config.sources import current
 from echelon.precision.policy import PrecisionPolicy
@@ -80,17 +81,18 @@ def load_state_dict(checkpoint_file: str, device_map: Mapping[str, Any] | None =
     Raises:
         CheckpointError: the file is damaged, or contains code.
     """
-    if not str(checkpoint_file).endswith(".safetensors"):
-        loaded: dict[str, Any] = load(checkpoint_file, map_location="cpu")
-        return loaded
-    if device_map is None:
-        return dict(load_file(checkpoint_file))
+    path = Path(checkpoint_file)
+    if device_map is None or path.suffix != ".safetensors":
+        return read_weights(path)
     found: dict[str, Any] = {}
-    with safe_open(checkpoint_file, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            covered = "" in device_map or any(name == at or name.startswith(f"{at}.") for at in device_map)
-            place = device_of(name, device_map) if covered else "cpu"
-            found[name] = file.get_tensor(name).to("cpu" if place == "disk" else as_device(place))
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                covered = "" in device_map or any(name == at or name.startswith(f"{at}.") for at in device_map)
+                place = device_of(name, device_map) if covered else "cpu"
+                found[name] = file.get_tensor(name).to("cpu" if place == "disk" else as_device(place))
+    except SafetensorError as error:
+        raise damaged(f"{path} cannot be read: {error}") from error
     return found
 
 
