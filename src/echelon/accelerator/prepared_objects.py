@@ -83,9 +83,8 @@ class PreparedObjects:
         for optimizer in self.optimizers:
             optimizer.drop_update()
         for model in self.models:
-            for (
-                parameter
-            ) in model.parameters():  # DeepSpeed's zero_grad() takes no arguments, and the engine has dropped its own
+            # DeepSpeed's zero_grad() takes no arguments, and the engine has dropped its own
+            for parameter in model.parameters():
                 parameter.grad = None
 
     def forget_loader(self, loader: Any) -> None:

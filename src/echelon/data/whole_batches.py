@@ -82,9 +82,8 @@ def _as_rows(indices: Sequence[Any]) -> torch.Tensor | None:
     """Return the indices as a tensor; None if there are none, or they are not integers."""
     if set(map(type, indices)) != _INTEGERS:
         return None
-    return torch.from_numpy(
-        np.fromiter(indices, np.int64, len(indices))
-    )  # torch.tensor(indices) takes five times as long
+    # torch.tensor(indices) takes five times as long
+    return torch.from_numpy(np.fromiter(indices, np.int64, len(indices)))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

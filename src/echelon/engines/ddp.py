@@ -139,9 +139,8 @@ class DDPEngine(DelegatingEngine):
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
         with zero_backward(parameters):
             self.backward(loss, **options)
-        if (
-            loss.grad_fn is None
-        ):  # e.g. torch.zeros((), requires_grad=True), while the other ranks' losses reach the model
+        # e.g. torch.zeros((), requires_grad=True), while the other ranks' losses reach the model
+        if loss.grad_fn is None:
             for replica in self._replicas.values():
                 replica.contribute_zeros()
 

@@ -95,9 +95,8 @@ class DPEngine(DelegatingEngine):
     def build_sharded_update(
         self, num_shards: int, parameters: Callable[[], Sequence[torch.Tensor]], *, num_chunks: int = 1
     ) -> ShardedUpdate:
-        return Engine.build_sharded_update(
-            self, num_shards, parameters
-        )  # dp does not support it, although ``inner`` does
+        # dp does not support it, although ``inner`` does
+        return Engine.build_sharded_update(self, num_shards, parameters)
 
     def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
         return super().sharded_state(self.unwrap(model), optimizers)

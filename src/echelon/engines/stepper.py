@@ -132,9 +132,8 @@ class Stepper:
             return
         if optimizer in self._stepped:
             self._divided.pop(optimizer, None)  # there is nothing to multiply
-        elif self._divided.get(
-            optimizer
-        ):  # gradients of this rank alone may be infinite here only, and its scale would differ
+        elif self._divided.get(optimizer):
+            # gradients of this rank alone may be infinite here only, and its scale would differ
             self._is_discarded = True
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

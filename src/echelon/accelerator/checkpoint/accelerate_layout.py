@@ -326,9 +326,8 @@ def _load_loaders(
 def _read_position(path: Path, rank: int, iteration: int, load_kwargs: dict[str, Any]) -> dict[str, Any]:
     file = load(path, **load_kwargs)
     num_saved, num_processes = num_ranks_in_position(file), World.current().world_size
-    if (
-        num_saved is not None and not rank < num_saved <= num_processes
-    ):  # with fewer processes samples would be repeated
+    # with fewer processes samples would be repeated
+    if num_saved is not None and not rank < num_saved <= num_processes:
         raise CheckpointError(
             f"{path} stores data positions for {num_saved} process{'es' if num_saved != 1 else ''}, but this is rank {rank} of "
             f"{num_processes}",

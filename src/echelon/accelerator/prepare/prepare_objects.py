@@ -249,9 +249,8 @@ def _add_model(session: Session, model: nn.Module, shaped: nn.Module, wrapped: n
     final = wrapped if is_compiled(shaped) else _compile(session.dynamo_plugin, wrapped, by_regions=False)
     if final is not wrapped:
         objects.record_compiled(final, wrapped)
-    if (
-        session.world.world_size > 1
-    ):  # one process: from a batch to its backward pass, without hooks in the user's model
+    # one process: from a batch to its backward pass, without hooks in the user's model
+    if session.world.world_size > 1:
         time_forward(final)
     for one in (model, wrapped, final):
         objects.record(one, final)

@@ -163,9 +163,8 @@ def export_transformers(
     """
     objects = training_objects_in(checkpoint)
     is_of_trainer = (checkpoint.folder / TRAINER_STATE).exists()
-    has_files = not num_models_in(checkpoint) and bool(
-        weight_files(checkpoint.folder)
-    )  # a Trainer writes the weights only to these files
+    # a Trainer writes the weights only to these files
+    has_files = not num_models_in(checkpoint) and bool(weight_files(checkpoint.folder))
     _require_one_of_each(checkpoint, objects, num_models=1 if has_files else num_models_in(checkpoint))
     ranks = rank_objects_in(checkpoint)
     if not has_files:

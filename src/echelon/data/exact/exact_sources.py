@@ -276,9 +276,8 @@ class ExactStreamSource(ExactSource):
                 "DataLoaderConfiguration(replay_iterable=True) to read the first samples again",
             )
         if resumed is None:
-            torch.empty((), dtype=torch.int64).random_(
-                generator=self._drawn_from
-            )  # as at the start of each DataLoader pass
+            # as at the start of each DataLoader pass
+            torch.empty((), dtype=torch.int64).random_(generator=self._drawn_from)
         # The loader draws the seed of its workers from this generator.
         self.inner.generator.manual_seed(key_of(self._splitter.options.seed, epoch, OF_WORKERS) >> 1)
         self._stream.begin(plan, epoch=epoch, position=position - self._num_to_replay)

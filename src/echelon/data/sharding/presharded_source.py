@@ -62,9 +62,8 @@ class PreshardedSource(BatchSource):
         return sum(shard.num_drawn - shard.num_repeated for shard in self._shards)
 
     def facts_elsewhere(self) -> DataFacts | None:
-        return (
-            None if self._world.is_rank_zero else DataFacts(batch_size=self.batch_size)
-        )  # rank zero has another shard
+        # rank zero has another shard
+        return None if self._world.is_rank_zero else DataFacts(batch_size=self.batch_size)
 
     def owners_of_epoch(self, original: DataLoader[Any]) -> tuple[Any, ...]:
         return (*samplers_of(self.inner), *self._samplers_with_epoch, self.inner.dataset)

@@ -177,9 +177,8 @@ class RankBatchSampler(BatchSampler):
     def _last_step_size(self) -> int | None:
         """Return the number of samples in an incomplete last step, or None if it is unknown."""
         try:
-            is_known = (
-                self.batch_size is not None and type(self.batches) is BatchSampler
-            )  # others may have short batches
+            # others may have short batches
+            is_known = self.batch_size is not None and type(self.batches) is BatchSampler
             return len(self.sampler) % self._samples_per_step() if is_known else None
         except TypeError:
             return None

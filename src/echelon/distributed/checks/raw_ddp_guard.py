@@ -274,12 +274,10 @@ class _WatchedModel(_ModelHook):
         return names
 
     def _update_reduced(self) -> None:
-        passes = self._passes
-        if passes.count.is_any:
-            # DDP reduces only the first of several backward passes after one forward pass. (In compiled models they
-            # cannot be counted.)
-            self._is_dirty = not self._will_reduce or (passes.count.num > 1 and not self._is_compiled)
-            passes.count.reset()
+        passes = self._passes.count
+        if passes.is_any:
+            self._is_dirty = passes.are_unreduced(self._will_reduce, is_compiled=self._is_compiled)
+            passes.reset()
             self._will_reduce = False
 
 

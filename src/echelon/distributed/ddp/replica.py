@@ -346,10 +346,7 @@ class Replica:
         if not self._passes.is_any:
             return
         self._has_passes, self._is_assigned = True, False
-        # DDP reduces only the first of several backward passes after one forward pass. (In compiled models they cannot be
-        # counted.)
-        is_second = self._passes.num > 1 and not self._is_compiled
-        self._dirty = self._reduces and (not self._will_reduce or is_second)
+        self._dirty = self._reduces and self._passes.are_unreduced(self._will_reduce, is_compiled=self._is_compiled)
         self.num_reduced += self._will_reduce
         self._passes.reset()
         self._will_reduce = False
@@ -463,6 +460,13 @@ class BackwardPasses:
         """Number of passes, excluding those nested in another pass (as in activation checkpointing)."""
         self._last = -1
         self._seen: set[int] = set()
+
+    def are_unreduced(self, will_reduce: bool, *, is_compiled: bool) -> bool:
+        """Return whether DDP, which decided before the passes whether it ``will_reduce``, has left gradients unreduced.
+
+        It reduces only the first of several backward passes after one forward pass. (In compiled models they cannot be counted.)
+        """
+        return not will_reduce or (self.num > 1 and not is_compiled)
 
     @uncompiled
     def __call__(self, _parameter: torch.Tensor) -> None:

@@ -46,9 +46,8 @@ class SequenceGroup:
         """Yield the ``own`` of each rank with its rank in the group, first this rank's. Collective; iterate to the end."""
         if self.exchange == "allgather":
             gathered = own.new_empty(self.size, *own.shape)
-            gather: Any = (
-                getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            )  # name before torch 2.13
+            # the second name is that of torch before 2.13
+            gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             gather(gathered.flatten(0, 1), own.contiguous(), group=self.group)
             for step in range(self.size):
                 source = (self.rank - step) % self.size
@@ -68,9 +67,8 @@ class SequenceGroup:
     def reduce_to_sources(self, parts: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks of their ``parts[rank]``, for this rank. Collective."""
         own = torch.empty_like(parts[0])
-        scatter: Any = (
-            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        )  # name before torch 2.13
+        # the second name is that of torch before 2.13
+        scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(own, parts.flatten(0, 1), group=self.group)
         return own
 

@@ -369,9 +369,8 @@ class FSDP2Engine(Engine):
         require_graph(loss, "fsdp2")
         if self._options.exchanges_activations:
             with self._output_gradients.zeros():
-                self.backward(
-                    loss * 0, **options
-                )  # terms of the loss that do not depend on outputs have the weight 0, too
+                # terms of the loss that do not depend on outputs have the weight 0, too
+                self.backward(loss * 0, **options)
             return
         wanted = {id(p) for p in parameters}
         inner = unsharded_parameters(self._roots.values(), wanted)
@@ -688,9 +687,8 @@ def _syncing(root: FSDPModule | None, *, sync: bool) -> Iterator[None]:
 
 def _backend_averages(world: World) -> bool:
     """Return whether the default group's backend implements ``ReduceOp.AVG``. Collective: call on every rank."""
-    reduce_scatter: Any = (
-        getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    )  # name before torch 2.13
+    # the second name is that of torch before 2.13
+    reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     mean = torch.zeros(1, device=world.device)
     try:
         reduce_scatter(mean, torch.ones(world.world_size, device=world.device), op=dist.ReduceOp.AVG)

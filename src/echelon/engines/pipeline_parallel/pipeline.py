@@ -185,11 +185,6 @@ class PipelineStages:
         return self.cut.kind == "decoder"
 
     @property
-    def stage_numbers(self) -> tuple[int, ...]:
-        """The stages of this rank."""
-        return tuple(sorted(self._views))
-
-    @property
     def last_rank(self) -> int:
         """The rank of the last stage in the group."""
         return self._ranks[-1]
