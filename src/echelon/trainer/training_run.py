@@ -90,6 +90,8 @@ class TrainingRun:
         self._allows_changed_data = False
         # ``_prepare`` and ``_begin_loop`` set the rest, for each attempt of ``auto_find_batch_size``.
 
+    # ---- the call ----------------------------------------------------------------------------------------------------
+
     def start(self, resume_from_checkpoint: Any, options: dict[str, Any]) -> TrainOutput:
         """Train from scratch or from a checkpoint.
 
@@ -202,6 +204,13 @@ class TrainingRun:
                     self._save_after_error(error)
                 raise
 
+    def _leave(self) -> None:
+        self._trainer.is_in_train = False
+        self._session.memory.cancel()
+        self._trainer.accelerator.session.objects.forget_loader(self._trainer.callback_handler.train_dataloader)
+
+    # ---- its set-up --------------------------------------------------------------------------------------------------
+
     def _prepare(self) -> None:
         """Prepare the data, state, model, optimizer and loop, and load the checkpoint.
 
@@ -292,13 +301,6 @@ class TrainingRun:
         self._start = ResumePoint() if self._resumed is None else self._resumed.load(loader, self._plan)
         return trainer.model_wrapped, loader
 
-    def _leave(self) -> None:
-        self._trainer.is_in_train = False
-        self._session.memory.cancel()
-        self._trainer.accelerator.session.objects.forget_loader(self._trainer.callback_handler.train_dataloader)
-
-    # ---- the loop ----------------------------------------------------------------------------------------------------
-
     def _begin_loop(self, loader: Any) -> None:
         """Set the loop's state to that before the first update, or to that in the checkpoint."""
         trainer, session, accelerator = self._trainer, self._session, self._trainer.accelerator
@@ -334,6 +336,8 @@ class TrainingRun:
         cursor.is_within_update = False
         session.loop = self
 
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
     def _run(self) -> TrainOutput:
         """Train and return the results. Collective: call on every rank."""
         trainer, args, plan, start = self._trainer, self._trainer.args, self._plan, self._start
@@ -367,31 +371,6 @@ class TrainingRun:
             if trainer.control.should_training_stop or self._has_all_steps:
                 break
         return trainer._finalize_training(self._trial, plan.num_train_samples, self._start_time)
-
-    def finalize(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
-        """Implement ``Trainer._finalize_training``."""
-        trainer, args = self._trainer, self._trainer.args
-        self._losses.end()
-        trainer.store_flos()
-        num_steps = trainer.state.global_step - self._first_step
-        mean = self._losses.total(num_steps=num_steps)
-        part = num_steps / max(self._plan.max_steps, 1)  # below 1 if training stopped early or was resumed
-        num_samples = int(num_train_samples * part)
-        metrics = speed_metrics("train", start_time, num_samples=num_samples, num_steps=num_steps)
-        metrics |= {"total_flos": trainer.state.total_flos, "train_loss": mean, **self._session.memory.end("train")}
-        log(trainer, metrics)
-        run_dir = Path(trainer._get_output_dir(trial))
-        # The best step may have been saved before it was evaluated.
-        point_to_best(trainer.state, run_dir, saved=self._session.saved_steps)
-        if args.load_best_model_at_end:
-            warn_of_unsaved_best(args, trainer.state)
-            if trainer.state.best_model_checkpoint is not None:
-                trainer._load_best_model()
-        remove_last_checkpoint(args, trainer.state, resolve_path(args, run_dir))
-        notify(trainer, "on_train_end")
-        trainer._finish_current_push()
-        trainer.is_in_train = False
-        return TrainOutput(trainer.state.global_step, mean, metrics)
 
     def run_epoch(self, epoch: int, loader: Any) -> None:
         """Implement ``Trainer._run_epoch``."""
@@ -451,7 +430,32 @@ class TrainingRun:
         finally:
             batches.close()
 
-    # ---- end of an epoch ---------------------------------------------------------------------------------------------
+    def finalize(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
+        """Implement ``Trainer._finalize_training``."""
+        trainer, args = self._trainer, self._trainer.args
+        self._losses.end()
+        trainer.store_flos()
+        num_steps = trainer.state.global_step - self._first_step
+        mean = self._losses.total(num_steps=num_steps)
+        part = num_steps / max(self._plan.max_steps, 1)  # below 1 if training stopped early or was resumed
+        num_samples = int(num_train_samples * part)
+        metrics = speed_metrics("train", start_time, num_samples=num_samples, num_steps=num_steps)
+        metrics |= {"total_flos": trainer.state.total_flos, "train_loss": mean, **self._session.memory.end("train")}
+        log(trainer, metrics)
+        run_dir = Path(trainer._get_output_dir(trial))
+        # The best step may have been saved before it was evaluated.
+        point_to_best(trainer.state, run_dir, saved=self._session.saved_steps)
+        if args.load_best_model_at_end:
+            warn_of_unsaved_best(args, trainer.state)
+            if trainer.state.best_model_checkpoint is not None:
+                trainer._load_best_model()
+        remove_last_checkpoint(args, trainer.state, resolve_path(args, run_dir))
+        notify(trainer, "on_train_end")
+        trainer._finish_current_push()
+        trainer.is_in_train = False
+        return TrainOutput(trainer.state.global_step, mean, metrics)
+
+    # ---- the end of an epoch -----------------------------------------------------------------------------------------
 
     @property
     def _has_all_steps(self) -> bool:
@@ -513,6 +517,8 @@ class TrainingRun:
             max_steps=trainer.args.max_steps,
         )
 
+    # ---- an update ---------------------------------------------------------------------------------------------------
+
     def _update(self, batches: EpochBatches, checkpoint: str | None) -> bool:
         """Take one optimizer step with the next batches; return False if there are none.
 
@@ -557,25 +563,6 @@ class TrainingRun:
         self._step(group, num_batches=len(group))
         return True
 
-    def _train_on(self, inputs: Any, num_items: Any) -> torch.Tensor:
-        """Run one batch's forward and backward pass, and return its loss."""
-        trainer, model = self._trainer, self._trainer.model_wrapped
-        if not (model.training and trainer.model.training):  # for example after an evaluation
-            self._train_mode()
-        if self._step_takes_items:
-            loss = trainer.training_step(model, inputs, num_items)
-        else:
-            loss = trainer.training_step(model, inputs)
-        # An override gets every batch; otherwise ``_prepare_update`` has counted those of the update with one reduction.
-        if is_overridden(trainer, "_track_num_input_tokens"):
-            trainer._track_num_input_tokens(inputs)
-        return loss
-
-    def _zero_grad(self) -> None:
-        """Zero the model's gradients, including those of weights that the optimizer does not contain."""
-        has_others = self._session.optimizer.has_other_gradients
-        (self._trainer.model_wrapped if has_others else self._trainer.optimizer).zero_grad()
-
     def _exact_update(self, batches: Any, checkpoint: str | None) -> bool:
         """Take one optimizer step with the loader's micro-batches; return False if there are none.
 
@@ -602,6 +589,36 @@ class TrainingRun:
         self._losses.add(torch.tensor(accelerator.update_loss(), dtype=torch.float64))
         self._step(group, num_batches=1)
         return True
+
+    def _prepare_update(self, group: list[Any]) -> None:
+        """Count an update's tokens and empty the memory cache if the arguments request it.
+
+        Collective: call on every rank if tokens are counted.
+        """
+        every = self._trainer.args.torch_empty_cache_steps
+        if every is not None and self._trainer.state.global_step % every == 0:
+            clear_device_cache()
+        if self._counts_tokens and not is_overridden(self._trainer, "_track_num_input_tokens"):
+            count_tokens(self._trainer, group)
+
+    def _train_on(self, inputs: Any, num_items: Any) -> torch.Tensor:
+        """Run one batch's forward and backward pass, and return its loss."""
+        trainer, model = self._trainer, self._trainer.model_wrapped
+        if not (model.training and trainer.model.training):  # for example after an evaluation
+            self._train_mode()
+        if self._step_takes_items:
+            loss = trainer.training_step(model, inputs, num_items)
+        else:
+            loss = trainer.training_step(model, inputs)
+        # An override gets every batch; otherwise ``_prepare_update`` has counted those of the update with one reduction.
+        if is_overridden(trainer, "_track_num_input_tokens"):
+            trainer._track_num_input_tokens(inputs)
+        return loss
+
+    def _train_mode(self) -> None:
+        self._trainer.model_wrapped.train()
+        self._trainer.model.train()
+        set_optimizer_mode(self._trainer.optimizer, "train")
 
     def _step(self, group: list[Any], *, num_batches: int) -> None:
         """Step the optimizer and the scheduler, then log, evaluate, save and stop as requested."""
@@ -649,6 +666,41 @@ class TrainingRun:
         self._end_step()
         self._stop_if_preempted(is_new_step=True)
 
+    def _zero_grad(self) -> None:
+        """Zero the model's gradients, including those of weights that the optimizer does not contain."""
+        has_others = self._session.optimizer.has_other_gradients
+        (self._trainer.model_wrapped if has_others else self._trainer.optimizer).zero_grad()
+
+    def _stop_on_nan(self, group: list[Any]) -> None:
+        """Raise before the optimizer changes the weights if a loss or gradient is nonfinite.
+
+        Collective: call on every rank.
+        """
+        trainer = self._trainer
+        is_bad = not all(bool(loss.isfinite().all()) for loss in self._losses.last(len(group)))
+        if self._grad_norm is not None and not trainer.args.fp16:  # loss scaling handles overflow
+            is_bad |= not bool(torch.as_tensor(self._grad_norm).isfinite())
+        session = trainer.accelerator.session
+        # Ranks with the same samples have the same losses and norms; accelerator.reduce counts ranks that share samples once.
+        if not (is_bad if session.num_readers == 1 else session.on_any_rank(is_bad)):
+            return
+        step = trainer.state.global_step + 1
+        is_sharded = trainer.accelerator.capabilities.shards_parameters  # then a forward pass would be collective
+        what = first_bad(trainer.model, group, compute_loss=None if is_sharded else self._compute_loss)
+        raise NonFiniteError(
+            f"a loss or gradient in step {step} is not finite: {what or 'see the error on another rank'}",
+            where=f"step {step}, epoch {trainer.state.epoch:.3g}",
+        )
+
+    def _compute_loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+        takes_items = self._session.interface.compute_loss_takes_items
+        options: Any = {"num_items_in_batch": self._num_items} if takes_items else {}
+        loss: Any = self._trainer.compute_loss(model, self._trainer._prepare_inputs(inputs), **options)
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+    # ---- what follows an update --------------------------------------------------------------------------------------
+
     def _end_step(self) -> None:
         """Log, evaluate and save as requested, through the override of ``_maybe_log_save_evaluate`` if there is one."""
         trainer, state = self._trainer, self._trainer.state
@@ -695,6 +747,52 @@ class TrainingRun:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
             self._save()
+
+    def _throughput(self, num_steps: int) -> dict[str, float]:
+        now = time.time()
+        seconds, self._logged_at = max(now - self._logged_at, 1e-9), now
+        samples = num_steps * self._plan.total_train_batch_size
+        return {
+            "samples_per_second": round(samples / seconds, 3),
+            "steps_per_second": round(num_steps / seconds, 3),
+        }
+
+    def evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float] | None:
+        """Implement ``Trainer._evaluate``; return None if preemption interrupted it and a checkpoint was saved."""
+        trainer, states = self._trainer, current_random_states()
+        self._session.evaluation.is_repeatable = True
+        try:
+            metrics = trainer.evaluate(ignore_keys=ignore_keys_for_eval)
+        except Preempted:
+            restore_random_states(states)
+            self._cursor.is_within_evaluation = True
+            self._cursor.saves_after_evaluation = trainer.control.should_save
+            self._save_and_end()
+            return None
+        except RuntimeError as error:
+            size = trainer.args.per_device_eval_batch_size
+            if trainer.args.auto_find_batch_size and (memory_error := evaluation_memory_error(error, batch_size=size)):
+                raise memory_error from error
+            raise
+        finally:
+            self._session.evaluation.is_repeatable = False
+        trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
+        if not skip_scheduler and not self._session.optimizer.steps_per_update:
+            trainer.lr_scheduler.step(metric_for_best(trainer.args, metrics))
+        return metrics
+
+    def _repeat_evaluation(self, start: ResumePoint) -> ResumePoint:
+        """Repeat the evaluation that preemption interrupted, and return the new resume point."""
+        trainer, cursor = self._trainer, self._cursor
+        if start.random_states is not None:
+            restore_random_states(start.random_states)
+        trainer.control.should_evaluate, trainer.control.should_save = True, cursor.saves_after_evaluation
+        cursor.is_within_evaluation = False
+        self._end_step()
+        self._stop_if_preempted(is_new_step=False)
+        return replace(start, random_states=current_random_states())
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -782,100 +880,8 @@ class TrainingRun:
             raise Preempted
         self._is_ending = trainer.control.should_training_stop = True
 
-    def _repeat_evaluation(self, start: ResumePoint) -> ResumePoint:
-        """Repeat the evaluation that preemption interrupted, and return the new resume point."""
-        trainer, cursor = self._trainer, self._cursor
-        if start.random_states is not None:
-            restore_random_states(start.random_states)
-        trainer.control.should_evaluate, trainer.control.should_save = True, cursor.saves_after_evaluation
-        cursor.is_within_evaluation = False
-        self._end_step()
-        self._stop_if_preempted(is_new_step=False)
-        return replace(start, random_states=current_random_states())
-
-    # ---- parts of a step ---------------------------------------------------------------------------------------------
-
-    def evaluate(
-        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float] | None:
-        """Implement ``Trainer._evaluate``; return None if preemption interrupted it and a checkpoint was saved."""
-        trainer, states = self._trainer, current_random_states()
-        self._session.evaluation.is_repeatable = True
-        try:
-            metrics = trainer.evaluate(ignore_keys=ignore_keys_for_eval)
-        except Preempted:
-            restore_random_states(states)
-            self._cursor.is_within_evaluation = True
-            self._cursor.saves_after_evaluation = trainer.control.should_save
-            self._save_and_end()
-            return None
-        except RuntimeError as error:
-            size = trainer.args.per_device_eval_batch_size
-            if trainer.args.auto_find_batch_size and (memory_error := evaluation_memory_error(error, batch_size=size)):
-                raise memory_error from error
-            raise
-        finally:
-            self._session.evaluation.is_repeatable = False
-        trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
-        if not skip_scheduler and not self._session.optimizer.steps_per_update:
-            trainer.lr_scheduler.step(metric_for_best(trainer.args, metrics))
-        return metrics
-
     def load_rng_state(self) -> None:
         """Implement ``Trainer._load_rng_state``."""
         if self._start.random_states is not None:
             restore_random_states(self._start.random_states)
         self._trainer.accelerator.session.engine.share_random_states()
-
-    def _train_mode(self) -> None:
-        self._trainer.model_wrapped.train()
-        self._trainer.model.train()
-        set_optimizer_mode(self._trainer.optimizer, "train")
-
-    def _prepare_update(self, group: list[Any]) -> None:
-        """Count an update's tokens and empty the memory cache if the arguments request it.
-
-        Collective: call on every rank if tokens are counted.
-        """
-        every = self._trainer.args.torch_empty_cache_steps
-        if every is not None and self._trainer.state.global_step % every == 0:
-            clear_device_cache()
-        if self._counts_tokens and not is_overridden(self._trainer, "_track_num_input_tokens"):
-            count_tokens(self._trainer, group)
-
-    def _stop_on_nan(self, group: list[Any]) -> None:
-        """Raise before the optimizer changes the weights if a loss or gradient is nonfinite.
-
-        Collective: call on every rank.
-        """
-        trainer = self._trainer
-        is_bad = not all(bool(loss.isfinite().all()) for loss in self._losses.last(len(group)))
-        if self._grad_norm is not None and not trainer.args.fp16:  # loss scaling handles overflow
-            is_bad |= not bool(torch.as_tensor(self._grad_norm).isfinite())
-        session = trainer.accelerator.session
-        # Ranks with the same samples have the same losses and norms; accelerator.reduce counts ranks that share samples once.
-        if not (is_bad if session.num_readers == 1 else session.on_any_rank(is_bad)):
-            return
-        step = trainer.state.global_step + 1
-        is_sharded = trainer.accelerator.capabilities.shards_parameters  # then a forward pass would be collective
-        what = first_bad(trainer.model, group, compute_loss=None if is_sharded else self._compute_loss)
-        raise NonFiniteError(
-            f"a loss or gradient in step {step} is not finite: {what or 'see the error on another rank'}",
-            where=f"step {step}, epoch {trainer.state.epoch:.3g}",
-        )
-
-    def _compute_loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        takes_items = self._session.interface.compute_loss_takes_items
-        options: Any = {"num_items_in_batch": self._num_items} if takes_items else {}
-        loss: Any = self._trainer.compute_loss(model, self._trainer._prepare_inputs(inputs), **options)
-        assert isinstance(loss, torch.Tensor)
-        return loss
-
-    def _throughput(self, num_steps: int) -> dict[str, float]:
-        now = time.time()
-        seconds, self._logged_at = max(now - self._logged_at, 1e-9), now
-        samples = num_steps * self._plan.total_train_batch_size
-        return {
-            "samples_per_second": round(samples / seconds, 3),
-            "steps_per_second": round(num_steps / seconds, 3),
-        }
