@@ -296,19 +296,14 @@ def test_a_schedule_by_name_is_of_torchs_class_and_a_second_training_steps_it_to
 
 
 def test_an_evaluation_before_the_first_step_is_not_told_to_the_schedule(tmp_path: Path) -> None:
-    model = Still()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule: Any = Cautious(optimizer)
-    args = _plateau_args(tmp_path, eval_on_start=True, max_steps=2)
-    rest: dict[str, Any] = {"train_dataset": DATA, "eval_dataset": DATA}
-    Trainer(model, args, optimizers=(optimizer, schedule), **rest).train()
-    assert schedule.seen == [0.0, 1.0, 1.0]
-    model = Still()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = Cautious(optimizer)
-    args = _plateau_args(tmp_path, eval_on_start=True, max_steps=3)
-    Trainer(model, args, optimizers=(optimizer, schedule), **rest).train(resume_from_checkpoint=True)
-    assert schedule.seen == [0.0, 1.0, 1.0, 1.0]
+    for max_steps, resume in ((2, None), (3, True)):
+        model = Still()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule: Any = Cautious(optimizer)
+        args = _plateau_args(tmp_path, eval_on_start=True, max_steps=max_steps)
+        trainer = Trainer(model, args, optimizers=(optimizer, schedule), train_dataset=DATA, eval_dataset=DATA)
+        trainer.train(resume_from_checkpoint=resume)
+        assert schedule.seen == [0.0] + max_steps * [1.0]
 
 
 class Block(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,21 +157,17 @@ def _max_over_ranks(
     Collective: call on every rank.
     """
     by_rank, limits = zip(*gather_rows([batches, -1 if limit is None else limit]))
-    if min(by_rank) == 0 < max(by_rank):
-        raise _no_batch_on_some(by_rank)
-    return -1 if min(by_rank) < 0 else max(by_rank), None if limit is None else max(limits)
-
-
-def _no_batch_on_some(batches: Sequence[int]) -> DesyncError:
-    most = max(batches)
-    idle = [str(rank) for rank, number in enumerate(batches) if number == 0]
-    who = f"rank {idle[0]} has" if len(idle) == 1 else f"ranks {', '.join(idle)} have"
-    return DesyncError(
-        f"{who} no batch to train on, but rank {batches.index(most)} has {most}: the ranks do not have the same "
-        "number of batches",
-        where="Trainer.train",
-        do="set accelerator_config={'even_batches': True} (the default), reduce per_device_train_batch_size, or use fewer processes",
-    )
+    most = max(by_rank)
+    if min(by_rank) == 0 < most:
+        idle = [str(rank) for rank, number in enumerate(by_rank) if number == 0]
+        who = f"rank {idle[0]} has" if len(idle) == 1 else f"ranks {', '.join(idle)} have"
+        raise DesyncError(
+            f"{who} no batch to train on, but rank {by_rank.index(most)} has {most}: the ranks do not have the same "
+            "number of batches",
+            where="Trainer.train",
+            do="set accelerator_config={'even_batches': True} (the default), reduce per_device_train_batch_size, or use fewer processes",
+        )
+    return -1 if min(by_rank) < 0 else most, None if limit is None else max(limits)
 
 
 def num_examples_of(dataloader: Any) -> int | None:
