@@ -337,6 +337,7 @@ def test_the_catalogue_has_the_messages_that_users_meet_most() -> None:
 _COMPOSED_WARNINGS = {
     *("base/warnings.py", "config/sources.py", "accelerator/update/batch_split_check.py", "trainer/unread_members.py"),
     *(
+        "accelerator/checkpoint/checkpoint_store.py",
         "accelerator/prepare/prepare_arguments.py",
         "accelerator/update/unprepared_optimizer.py",
         "trainer/trainer_methods.py",
