@@ -211,6 +211,18 @@ def test_a_peer_receives_messages_and_requests_and_reports_failures() -> None:
     other.close()
 
 
+def test_a_closed_peer_is_left_alone() -> None:
+    one, other, lost = peers(lambda kind, content: None, 0.05, _LIMIT_S)
+    wait = one.request("say")
+    one.close()
+    one.close()
+    one.set_timeout(1.0)  # the coordinator may do so before it knows of the loss
+    with pytest.raises(ConnectionLost):
+        wait(_LIMIT_S)
+    assert not lost
+    other.close()
+
+
 def test_a_flood_of_requests_does_not_start_a_thread_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     may_answer = threading.Event()
     num_begun = 0

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from echelon.base.errors import LaunchError
-from echelon.launch import coordinator as coordinator_module
+from echelon.launch import coordinator as coordinator_module, node as node_module
 from echelon.launch.coordinator import Coordinator
 from echelon.launch.failures.failure import ErrorRecord, RankEnd
 from echelon.launch.interrupts import Interrupts
@@ -250,6 +250,23 @@ def test_a_failure_is_reported_with_its_machine_and_restarted_max_restarts_times
     assert "the run ends" in told
     events = [(event["kind"], event["rank"]) for event in read_lines(tmp_path / "events.jsonl")]
     assert events == [("failure", 3), ("failure", 3)]
+
+
+def test_a_machine_restarts_also_if_nobody_reads_its_messages(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    stage.open(max_restarts=1)
+    head, other = stage.node("head"), stage.node("other")
+    stage.generations(head, other)
+    record = ErrorRecord(time_ns=1, type="ValueError", message="bad sample 17")
+    stage.ranks_of(head).fail(RankEnd(rank=0, exit_code=None), RankEnd(rank=1, exit_code=None))
+    stage.ranks_of(other).fail(RankEnd(rank=2, exit_code=1, record=record), RankEnd(rank=3, exit_code=None))
+    other.report({2: 1, 3: None})
+    assert result(other).then == "restart"
+    monkeypatch.setattr(node_module, "say", broken)
+    mine, its = stage.generations(head, other)
+    assert mine.number == its.number == 1
 
 
 def test_a_run_continues_without_a_lost_machine_if_enough_are_left(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import echelon.trainer
 from echelon.base import environ
@@ -499,6 +500,29 @@ def test_the_model_stays_in_eval_mode_until_the_next_step(tmp_path: Path) -> Non
     assert modes == [True, True, False, True, False]
     trainer.evaluate()
     assert not trainer.model.training
+
+
+class Columns(Dataset[Any]):
+    """Rows with columns that can be removed, as those of the library datasets."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.column_names = rows, list(rows[0])
+
+    def remove_columns(self, column_names: list[str]) -> Columns:
+        return Columns([{k: v for k, v in row.items() if k not in column_names} for row in self.rows])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+def test_persistent_workers_keep_the_loader_of_data_with_unused_columns(tmp_path: Path) -> None:
+    args = arguments(tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    trainer = Trainer(Line(), args, eval_dataset=Columns([{**row, "unused": 1} for row in DATA]))
+    loader = trainer.get_eval_dataloader()
+    assert trainer.get_eval_dataloader() is loader
 
 
 def test_persistent_workers_keep_the_loader_of_an_evaluation(tmp_path: Path) -> None:

@@ -194,7 +194,9 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
         )
         try:
             code = _run(request, processes, machines, plan, variables, outputs, rules, interrupts)
-        except RunOver as over:
+        except RunOver as over:  # before this machine had ranks
+            if over.result.error:
+                say(over.result.error, kind="error")
             code = over.result.code
         record.end("succeeded" if code == 0 else "preempted" if code == EXIT_CODE else "failed", code)
     if record.folder is not None and (record.has_steps or code != 0) and not flags["quiet"]:

@@ -194,7 +194,13 @@ class Coordinator:
         """Connect the node in this process, which cannot be lost."""
         member = NodeMember(InProcessPeer(on_message=on_message, on_request=on_request), "")
         self._events.put(("new", member, "", {}))
-        return InProcessPeer(on_message=lambda kind, content: self._events.put(("message", member, kind, content)))
+
+        def receive(kind: str, content: Mapping[str, Any]) -> None:
+            if kind == "preempt":  # at once, because a failure that is being examined must not restart such a run
+                member.requester = content["requester"]
+            self._events.put(("message", member, kind, content))
+
+        return InProcessPeer(on_message=receive)
 
     def open_store(self, number: int) -> socket.socket:
         """Raise an error, because the store is in this process."""
@@ -499,7 +505,10 @@ class Coordinator:
                 self._handle_late_ranks(generation)
             return
         if barrier is not None:
-            self._poll_stall(generation)  # saving may stall
+            if not self._is_alone:
+                self._poll_stall(
+                    generation
+                )  # a machine may hang as it saves; one machine's last save takes as long as it takes
             return
         if any(member.requester for member in generation.members):
             member = next(member for member in generation.members if member.requester)
@@ -585,7 +594,8 @@ class Coordinator:
         )
         error = str(LaunchError(what, where=where, do=do))
         culprit = generation.member_of(first.rank)
-        if self._may_restart and not generation.is_exiting:
+        is_preempted = self._is_alone and any(member.requester for member in generation.members)
+        if self._may_restart and not generation.is_exiting and not is_preempted:
             self._restart(error=error, culprit=culprit, failed_ns=failed_ns, noticed_ns=noticed_ns)
         else:
             note = "" if self._is_alone else "the run ends"

@@ -374,10 +374,11 @@ class Node:
 
 
 def _print_report(result: GenerationResult) -> None:
-    if result.error:
-        say(result.error, kind="error")
-    if result.note:
-        say(result.note)
+    with suppress(OSError):  # stderr is closed, which must not end the run
+        if result.error:
+            say(result.error, kind="error")
+        if result.note:
+            say(result.note)
 
 
 def _log(text: str) -> None:

@@ -245,6 +245,7 @@ class TrainerMethods:
         With ``dataloader_persistent_workers``, it is kept under ``dataloader_key``.
         """
         accelerator, collator, is_iterable = self.accelerator, self.data_collator, isinstance(dataset, IterableDataset)
+        whole = dataset
         if isinstance(dataset, Table) and not is_iterable:
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
@@ -269,7 +270,7 @@ class TrainerMethods:
         )
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
             self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
-            self._session.kept_loaders[dataloader_key] = self._loader_source(dataset)
+            self._session.kept_loaders[dataloader_key] = self._loader_source(whole)
         return loader
 
     def _loader_source(self, dataset: Any) -> data_loaders.LoaderSource:

@@ -101,7 +101,9 @@ def prepare_optimizer(trainer: TrainerMethods, prepared: PreparedOptimizer, max_
     if splits_layers(trainer):
         prepare_pipeline(trainer, prepared)
         trainer.optimizer, prepared.scheduler = accelerator.prepare(optimizer, scheduler)
-    elif (wrapped := trainer._wrap_model(trainer.model_wrapped)) in (trainer.model_wrapped, trainer.model):
+    elif any(
+        (wrapped := trainer._wrap_model(trainer.model_wrapped)) is own for own in (trainer.model_wrapped, trainer.model)
+    ):
         trainer.model_wrapped, trainer.optimizer, prepared.scheduler = accelerator.prepare(
             trainer.model, optimizer, scheduler
         )

@@ -210,7 +210,9 @@ class ExactUpdate(PassDriver[PreparedLoader]):
                 self._drop_partial_update()
             self.window.is_open = False
             self._losses, self._num_items = [], 0.0
-            self._random_states = current_random_states(self._world.device.type) if contribution.num_micro_steps > 1 else None
+            self._random_states = (
+                current_random_states(self._world.device.type) if contribution.num_micro_steps > 1 else None
+            )
             self._has_several_micro_steps, self._parameter_versions = contribution.num_micro_steps > 1, []
             self._step_counts_before = self._step_counts() if self._has_several_micro_steps else []
             self._kept.clear()

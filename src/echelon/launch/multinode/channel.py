@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, TimeoutError as NoAnswer
+from concurrent.futures import Future, InvalidStateError, TimeoutError as NoAnswer
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
@@ -107,7 +107,8 @@ class Peer:
 
     def set_timeout(self, seconds: float) -> None:
         """Set how many seconds of silence count as a lost connection, starting with the next message."""
-        self._sock.settimeout(seconds)
+        with suppress(OSError):  # the receiving thread has closed the connection, and reports it
+            self._sock.settimeout(seconds)
 
     def send(self, kind: str, **content: Any) -> None:
         """Send a message; does nothing if the connection is lost, because ``on_lost`` reports it."""
@@ -155,7 +156,7 @@ class Peer:
 
     def _fail_requests(self) -> None:
         for answer in list(self._answers.values()):
-            if not answer.done():
+            with suppress(InvalidStateError):  # it has been answered, or another thread closes the connection, too
                 answer.set_result({"failed": ""})
 
     def _send_heartbeats(self) -> None:
@@ -179,8 +180,9 @@ class Peer:
         kind, content = str(message["kind"]), message.get("content", {})
         if kind == "answer":
             answer = self._answers.get(message["request"])
-            if answer is not None and not answer.done():
-                answer.set_result(message)
+            if answer is not None:
+                with suppress(InvalidStateError):  # another thread has closed the connection
+                    answer.set_result(message)
         elif "request" not in message:
             if kind != "heartbeat":
                 self._on_message(kind, content)

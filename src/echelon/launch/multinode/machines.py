@@ -311,13 +311,20 @@ def _listen(
         if error.errno == errno.EADDRINUSE and machine_rank is None and overrides.listen_on is None:
             return None  # the second launcher on one machine
         raise LaunchError(
-            f"cannot listen on {target}:{port}: {os.strerror(error.errno or 0)}",
+            f"cannot listen on {target}:{port}: {_reason(error)}",
             where=where,
             do=(
                 "use a free --main_process_port, the same on all machines; `ss -ltnp` shows which process is using "
                 "this port"
             ),
         ) from error
+
+
+def _reason(error: OSError) -> str:
+    """Return why an address cannot be used, without the address; names that do not resolve have negative numbers."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
+    return str(error.strerror or error).partition(" (while attempting")[0]
 
 
 def _token(overrides: CliOverrides, run_id: str, *, is_loopback: bool) -> bytes:
