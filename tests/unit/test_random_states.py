@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
+from echelon.data.rng.host_rng import other_states, set_other_states
+from echelon.data.rng.per_sample_rng import draws_of
 
 RANDOM: Any = np.random
 
@@ -38,3 +40,18 @@ def test_restoring_a_state_repeats_the_draws(kind: Any, num_kept: int) -> None:
     first = _draw()
     restore_random_states(states)
     assert _draw() == first
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64])
+def test_reading_a_sample_does_not_change_the_state_of_any_generator(kind: Any) -> None:
+    RANDOM.set_bit_generator(kind(3))
+    before = other_states()
+    with draws_of(1, 2):
+        first = _draw()
+        assert other_states() != before
+    assert other_states() == before
+    with draws_of(1, 2):
+        assert _draw() == first
+    drawn = _draw()[:-1]  # without torch
+    set_other_states(before)
+    assert _draw()[:-1] == drawn

@@ -24,19 +24,33 @@ __all__ = [
 ]
 
 
+_NUMPY: Any = np.random  # numpy's stubs lack get_bit_generator
+
+
 def other_states() -> dict[str, Any]:
     """Return the states of ``random`` and NumPy's global generator in a form that can be compared."""
-    state: Any = np.random.get_state()
-    kind, keys, *rest = state
-    return {"random": random.getstate(), "numpy": (kind, keys.tobytes(), *rest)}
+    if isinstance(_NUMPY.get_bit_generator(), np.random.MT19937):
+        kind, keys, *rest = _NUMPY.get_state()
+        return {"random": random.getstate(), "numpy": (kind, keys.tobytes(), *rest)}
+    return {"random": random.getstate(), "numpy": _with_lists(_NUMPY.get_state(legacy=False))}
+
+
+def _with_lists(state: Any) -> Any:
+    """Replace the arrays in the state of a bit generator, which sets lists as well."""
+    if isinstance(state, dict):
+        return {key: _with_lists(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def set_other_states(states: Mapping[str, Any]) -> None:
     """Restore the states from ``other_states``, if ``states`` contains them."""
     if "random" in states:
         random.setstate(states["random"])
-        kind, keys, *rest = states["numpy"]
-        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+        state = states["numpy"]
+        if not isinstance(state, dict):  # that of MT19937
+            kind, keys, *rest = state
+            state = (kind, np.frombuffer(keys, dtype=np.uint32), *rest)
+        np.random.set_state(state)
 
 
 class OtherDraws:
