@@ -17,6 +17,7 @@ from echelon.accelerator.metrics import gather_samples, own_samples
 from echelon.base.errors import UsageError
 from echelon.data.batch import join_batches, num_samples, slice_batch
 from echelon.data.global_batch_slices import LastStep
+from echelon.distributed.structure import send_batch_to_device
 from echelon.distributed.tree import describe, leaves, map_tensors
 from echelon.testing.model_outputs import OUTPUT_KINDS, OutputNote, items_of
 from echelon.trainer.data import batches
@@ -180,6 +181,25 @@ def test_a_self_referencing_dataclass_terminates() -> None:
     assert (new.value.dtype, new.parent, new._cache) == (torch.float64, node, {"x": 1})
     assert send_to_device(node, "meta").value.is_meta
     assert send_to_device(node, "cpu") is node
+
+
+class _Movable:
+    def to(self, device: Any) -> str:
+        return f"moved to {device}"
+
+
+def test_objects_in_a_dataclass_move_only_with_a_loaders_batch() -> None:
+    movable = _Movable()
+    node = _Node(torch.ones(1))
+    node._cache["x"] = movable
+    data = [node, movable]
+    for moved, kept in (
+        (send_to_device(data, "meta"), movable),
+        (send_batch_to_device(data, torch.device("meta"), non_blocking=False), "moved to meta"),
+    ):
+        assert moved[0].value.is_meta
+        assert moved[0]._cache == {"x": kept}
+        assert moved[1] == "moved to meta"
 
 
 class _Strict(UserDict[str, Any]):

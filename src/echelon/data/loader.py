@@ -25,7 +25,7 @@ from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.batch_source import BatchSource, batches_of
 from echelon.distributed.checks.already_sharded import SamplerEpochs, set_epoch
 from echelon.distributed.checks.ungathered_metrics import DatasetAccess
-from echelon.distributed.structure import send_to_device
+from echelon.distributed.structure import send_batch_to_device
 from echelon.distributed.uncompiled import uncompiled_generator
 from echelon.status.board import Phase
 from echelon.status.notes import note_phase
@@ -602,7 +602,7 @@ class PreparedLoader(DataLoader[Any]):
         """Return the batch on its device, and record that it was fetched."""
         given = batch
         if self.device is not None:
-            given = send_to_device(batch, self.device, non_blocking=self._options.non_blocking)
+            given = send_batch_to_device(batch, self.device, non_blocking=self._options.non_blocking)
         if is_tracked:
             self.active.last_trained = self
             self.fetched.add(

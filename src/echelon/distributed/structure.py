@@ -35,6 +35,7 @@ __all__ = [
     "listify",
     "pad_input_tensors",
     "recursively_apply",
+    "send_batch_to_device",
     "send_to_device",
     "slice_tensors",
 ]
@@ -112,11 +113,21 @@ def send_to_device(
     """Move tensors and other objects with a ``to`` method (such as a tokenizer's batch) in nested data to ``device``.
 
     Args:
-        tensor: nested data; leaves without a ``to`` method are kept, and containers keep their types.
+        tensor: nested data; leaves without a ``to`` method are kept, and containers keep their types. In a dataclass, only
+            tensors are moved.
         non_blocking: passed to ``to`` methods that accept it.
         skip_keys: dict keys whose values are not moved.
     """
     skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or [])
+    return _send(tensor, device, non_blocking=non_blocking, skipped=skipped, moves_objects_of_dataclasses=False)
+
+
+def send_batch_to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
+    """Move a loader's batch like ``send_to_device``, including the objects with a ``to`` method in dataclasses."""
+    return _send(batch, device, non_blocking=non_blocking, skipped=[], moves_objects_of_dataclasses=True)
+
+
+def _send(data: Any, device: Any, *, non_blocking: bool, skipped: list[str], moves_objects_of_dataclasses: bool) -> Any:
     above: list[Any] = []  # the dataclasses that hold the current item
 
     def rebuilt(item: Any, items: Any) -> Any:
@@ -130,7 +141,7 @@ def send_to_device(
             return item.to(device, non_blocking=non_blocking)
         if isinstance(item, (str, bytes, type)):
             return item
-        if isinstance(item, SupportsTo):
+        if isinstance(item, SupportsTo) and (moves_objects_of_dataclasses or not above):
             try:
                 return item.to(device, non_blocking=non_blocking)
             except TypeError:  # a `to` that accepts only the device; any other TypeError is raised again
@@ -147,7 +158,7 @@ def send_to_device(
         above.pop()
         return sent
 
-    return send(tensor)
+    return send(data)
 
 
 def get_data_structure(data: Any) -> Any:

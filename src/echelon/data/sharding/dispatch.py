@@ -18,7 +18,7 @@ from echelon.data.global_batch_slices import LastStep
 from echelon.distributed.alone import is_alone
 from echelon.distributed.division import real_sizes, share_sizes
 from echelon.distributed.small_messages import broadcast_bytes, bytes_of, wire_device
-from echelon.distributed.structure import send_to_device
+from echelon.distributed.structure import send_batch_to_device
 from echelon.distributed.tree import describe
 
 __all__ = ["CountedCollate", "ReadBatch", "SliceFn", "dispatch", "global_batches"]
@@ -77,7 +77,7 @@ def global_batches(
                     pending = _read(batches, num_read, check, drop_last=drop_last)
                     is_last = pending is _END
                 if batch is not _END and device is not None:
-                    batch = send_to_device(batch, device, non_blocking=non_blocking)
+                    batch = send_batch_to_device(batch, device, non_blocking=non_blocking)
                 packed = None if is_alone() else _pack(batch)
             if packed is not None:
                 _send(*packed, is_last=is_last, device=device)
