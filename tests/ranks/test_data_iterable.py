@@ -293,6 +293,31 @@ def test_dispatched_batches_keep_their_structure(kind: str) -> None:
                 ]
 
 
+class Target:
+    """An object of a batch, with tensors of its own."""
+
+    def __init__(self, i: int) -> None:
+        self.parameter = torch.nn.Parameter(torch.ones(1) * i)
+        self.input = torch.ones(1, requires_grad=True)
+        self.sparse = torch.eye(2).to_sparse()
+
+
+def _objects() -> list[Any]:
+    loader = _prepare(
+        DataLoader(
+            Rich(), batch_size=1, collate_fn=lambda samples: {"x": [torch.ones(1)], "of": [*map(Target, samples)]}
+        ),
+        dispatch_batches=True,
+        put_on_device=True,
+    )
+    targets = [batch["of"][0] for batch in loader]
+    return [(type(one.parameter), one.input.requires_grad, one.sparse.layout) for one in targets]
+
+
+def test_dispatched_objects_keep_their_tensors() -> None:
+    assert run_on_ranks(_objects) == [[(torch.nn.Parameter, True, torch.sparse_coo)] * 3] * 2
+
+
 def _own_slices() -> Any:
     def cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
         return batch[part] * 10 + process_index

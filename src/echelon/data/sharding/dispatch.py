@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import pickle
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from echelon.distributed.alone import is_alone
 from echelon.distributed.division import real_sizes, share_sizes
 from echelon.distributed.small_messages import broadcast_bytes, bytes_of, wire_device
 from echelon.distributed.structure import send_batch_to_device
-from echelon.distributed.tree import describe
+from echelon.distributed.tree import describe, map_items
 
 __all__ = ["CountedCollate", "ReadBatch", "SliceFn", "dispatch", "global_batches"]
 
@@ -164,17 +164,20 @@ def _fill_batch(batch: Any, few: Any, *, missing: int) -> Any:
 
 
 # A batch is sent as one byte that says whether it is the last one, one that says what follows, and the pickled batch, from which
-# its tensors are left out; they follow one by one, because their bytes need not be copied.
+# the tensors in its lists, tuples and mappings are left out; they follow one by one, because their bytes need not be copied.
 
 
 def _pack(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Split ``batch`` into a message and its tensors."""
     if batch is _END:
         return b".", []
-    with io.BytesIO() as file:
-        pickler = _BatchPickler(file)
-        pickler.dump(batch)
-        return b"P" + file.getvalue(), pickler.tensors
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> _Hole:
+        tensors.append(tensor)
+        return _Hole(tensor.dtype, tuple(tensor.shape))
+
+    return b"P" + pickle.dumps(_replace(torch.Tensor, take, batch)), tensors
 
 
 def _send(message: bytes, tensors: list[torch.Tensor], *, is_last: bool, device: torch.device | None) -> None:
@@ -198,35 +201,32 @@ def _receive(device: torch.device | None) -> tuple[Any, bool]:
         return _END, True
     if kind == b"E":
         raise DesyncError(f"rank zero failed to read the next batch: {body.decode()}", do="fix the error on rank 0")
-    # The pickle comes from rank zero of the same job (SECURITY.md).
-    return _BatchUnpickler(io.BytesIO(body), device or torch.device("cpu")).load(), is_last
+    target = device or torch.device("cpu")
 
-
-class _BatchPickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, obj: Any) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Leave out tensors."""
-        if not isinstance(obj, torch.Tensor):
-            return None
-        self.tensors.append(obj)
-        return obj.dtype, tuple(obj.shape)
-
-
-class _BatchUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
-        super().__init__(file)
-        self._device = device
-
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Receive the next tensor."""
-        dtype, shape = pid
-        tensor = torch.empty(shape, dtype=dtype, device=wire_device(self._device, None))
+    def fill(hole: _Hole) -> torch.Tensor:
+        tensor = torch.empty(hole.shape, dtype=hole.dtype, device=wire_device(target, None))
         if tensor.numel():
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
-        return tensor.to(self._device)
+        return tensor.to(target)
+
+    # The pickle comes from rank zero of the same job (SECURITY.md).
+    return _replace(_Hole, fill, pickle.loads(body)), is_last
+
+
+class _Hole(NamedTuple):
+    """Replaces a tensor in a pickled batch."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _replace(kind: type, fn: Callable[[Any], Any], data: Any) -> Any:
+    """Replace each object of ``kind`` in lists, tuples and mappings; what other objects hold is left to them."""
+    if isinstance(data, kind):
+        return fn(data)
+    if isinstance(data, (list, tuple, Mapping)):
+        return map_items(partial(_replace, kind, fn), data)
+    return data
 
 
 _NONE: Any = object()
