@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from echelon.distributed import barrier, process_group, reduce, shard
+from echelon.distributed.shard import METRICS
 from tests.harness import run_on_ranks
 
 Loader = DataLoader[Any]
@@ -226,6 +229,61 @@ def test_a_ranks_result_divided_by_the_total_length_is_reported_once(name: str) 
     assert file == __file__
     text = Path(__file__).read_text().splitlines()[line - 1]
     assert "# the wrong line" in text
+
+
+_SETUP = """
+import torch, torch.distributed as dist
+from echelon.distributed import barrier, gather, process_group, reduce, shard
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.arange(24.0)[:, None])
+loader = shard(DataLoader(data, batch_size=4))
+"""
+_SIZES = ("len(loader.dataset)", "float(len(loader.dataset))", "size")
+_LOOPS = (
+    "right = torch.zeros(())\nwith torch.no_grad():\n    for (x,) in loader:\n        right += (x > 3).sum()\n",
+    "parts = []\nwith torch.no_grad():\n    for (x,) in loader:\n        parts.append((x > 3).sum())\nright = sum(parts)\n",
+    "with torch.no_grad():\n    right = sum((x > 3).sum() for (x,) in loader)\n",
+    "def count(loader):\n    right = torch.zeros(())\n    for (x,) in loader:\n        right += (x > 3).sum()\n    return right\n"
+    "with torch.no_grad():\n    right = count(loader)\n",
+)
+_SHARES = (
+    "right = reduce(right, 'sum')\n",
+    "dist.all_reduce(right)\n",
+    "right = gather(right[None]).sum()\n",
+    "barrier()\nright = reduce(right, 'sum')\n",
+    "found = [None] * dist.get_world_size()\ndist.all_gather_object(found, right)\nright = sum(found)\n",
+)
+_LATER = ("", "with torch.no_grad():\n    for (x,) in loader:\n        x.mean()\n")
+
+
+def _program(size: str, loop: str, share: str, later: str, *, is_divided_first: bool) -> str:
+    length = "size = len(loader.dataset)\n" if size == "size" else ""
+    division = f"right = right / {size}\n"
+    return length + loop + (division + share if is_divided_first else share + division) + later
+
+
+def _warnings_of(programs: list[str]) -> list[int]:
+    numbers = []
+    with process_group():
+        for number, text in enumerate(programs):
+            name, source = f"loop_{number}.py", _SETUP + text
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                exec(compile(source, name, "exec"), {"__name__": name})
+                METRICS.check()  # as at the end of the process group
+            numbers.append(len(caught))
+    return numbers
+
+
+def test_drawn_correct_loops_do_not_warn_and_each_warns_without_its_reduction() -> None:
+    every = list(itertools.product(_SIZES, _LOOPS, _SHARES, _LATER, (False, True)))
+    drawn = random.Random(24).sample(every, 12)
+    correct = [_program(size, loop, share, later, is_divided_first=first) for size, loop, share, later, first in drawn]
+    wrong = [_program(size, loop, "", later, is_divided_first=first) for size, loop, _, later, first in drawn]
+    for programs, is_wrong in ((correct, 0), (wrong, 1)):
+        first_rank, second_rank = run_on_ranks(_warnings_of, programs, init_group=False)
+        assert [text for text, number in zip(programs, first_rank) if number != is_wrong] == []
+        assert sum(second_rank) == 0
 
 
 @pytest.mark.parametrize("make", [_own_cut, _workers, _stream])

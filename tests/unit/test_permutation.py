@@ -203,6 +203,15 @@ def ours_by_epoch(n: int, epoch: int) -> np.ndarray:
     return FeistelPermutation(n, 0, epoch).indices(range(n)).numpy()
 
 
+def true_shuffle(n: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(n)
+
+
+def linear(n: int, seed: int) -> np.ndarray:
+    factor = next(a for a in range(n // 3 + seed, 2 * n) if math.gcd(a, n) == 1)
+    return (np.arange(n) * factor + seed) % n
+
+
 def chi2_p(statistic: float, freedom: int) -> float:
     """The chance of a value as far out; of many cells also on the lower side, as too even is not random either."""
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
@@ -296,7 +305,7 @@ def worst(shuffle: Callable[[int, int], np.ndarray], sizes: dict[int, int]) -> t
 SMALL = dict.fromkeys((2, 3, 5, 10, 97, 1000), 100)
 
 
-@pytest.mark.parametrize("shuffle", [ours, ours_by_epoch])
+@pytest.mark.parametrize("shuffle", [ours, ours_by_epoch, true_shuffle])
 def test_feistel_looks_like_a_true_shuffle(shuffle: Callable[[int, int], np.ndarray]) -> None:
     p, name = worst(shuffle, SMALL | {70_001: 5})
     assert p > 0.001, name
@@ -304,6 +313,11 @@ def test_feistel_looks_like_a_true_shuffle(shuffle: Callable[[int, int], np.ndar
 
 def test_the_statistical_test_detects_four_rounds() -> None:
     assert worst(lambda n, seed: network(n, seed, rounds=4), {1000: 100})[0] < 1e-9
+
+
+def test_the_statistical_test_detects_a_fixed_stride() -> None:
+    with pytest.raises(AssertionError, match="< 20"):
+        p_values(linear, 1000, range(2))
 
 
 @pytest.mark.parametrize(("n", "orders"), [(3, 6), (5, 120)])
