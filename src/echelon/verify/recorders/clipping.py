@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class ClipRecorder:
                     self._recording.wrap(one, name, self._call)
 
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        names = list(inspect.signature(original).parameters)
+        names = _names_of_arguments(original)
         given = {**dict(zip(names, args)), **kwargs}
         limit = given.get("max_norm", given.get("clip_value", math.inf))
         if self._is_inside:
@@ -98,6 +99,11 @@ class ClipRecorder:
             return original(*args, **kwargs)
         finally:
             self._is_inside = False
+
+
+@cache
+def _names_of_arguments(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
 
 
 def _number(value: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.distributed.checks.sketch import LatestSketches
 from echelon.verify.recorders.losses import LossScales, parameters_of
 from echelon.verify.recorders.models import RecordedModel
 from echelon.verify.recorders.shards import sketch_named
@@ -37,6 +39,8 @@ class GradientRecorder:
         self._hooks: dict[int, Any] = {}
         self._nodes: list[Any] = []  # torch keeps them only while a graph needs them
         self._frozen: list[tuple[_Owner, nn.Parameter]] = []
+        self._latest: dict[int, LatestSketches] = defaultdict(LatestSketches)
+        """By model. In one process, reduced gradients are the local ones, and clipping changes few."""
         self._reduced: dict[_Owner, int] = {}
         """Bits of the gradients that were recorded before a clipping call, since the last backward pass."""
 
@@ -136,7 +140,7 @@ class GradientRecorder:
             tensors = [
                 one / loss_scale if loss_scale != 1 else one for (owner, _), one in gradients.items() if owner == model
             ]
-            sketches = sketch_named(names, tensors)
+            sketches = sketch_named(names, tensors, self._latest[model])
             own = {
                 (model, name): one
                 for part in sketches.parts()

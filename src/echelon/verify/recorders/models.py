@@ -95,7 +95,7 @@ def model_event(model: RecordedModel) -> Model:
         shapes=[list(one.shape) for one in parameters.values()],
         dtypes=[str(one.dtype).removeprefix("torch.") for one in parameters.values()],
         requires_grad=[one.requires_grad for one in parameters.values()],
-        tied=model.tied,
+        tied=dict(model.tied),
         buffers=list(model.buffers()),
         module_classes=classes,
         lines={plain_name(name): line for name, line in lines_of_modules(model.root).items()},

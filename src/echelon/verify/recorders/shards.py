@@ -9,11 +9,14 @@ from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from torch import nn
 
 from echelon.base.sharded import is_dtensor
-from echelon.distributed.checks.sketch import Positions, Sketches, sketches_of
+from echelon.distributed.checks.sketch import LatestSketches, Positions, Sketches, sketches_of
 
 __all__ = ["NamedSketches", "SketchedPart", "as_shards", "sketch_named", "together"]
+
+_PLAIN = (torch.Tensor, nn.Parameter)  # types that are no DTensor
 
 
 class SketchedPart(TypedDict):
@@ -36,7 +39,10 @@ class NamedSketches:
 
     def parts(self) -> Iterator[SketchedPart]:
         """Yield the whole tensors, and the shards of each replica; at least one part."""
-        for replica in sorted(set(self.replicas), key=lambda one: -1 if one is None else one) or [None]:
+        if self.replicas.count(None) == len(self.replicas):
+            yield SketchedPart(names=self.names, sketches=self.sketches, is_sharded=False, replica=0)
+            return
+        for replica in sorted(set(self.replicas), key=lambda one: -1 if one is None else one):
             places = [place for place, one in enumerate(self.replicas) if one == replica]
             yield SketchedPart(
                 names=[self.names[place] for place in places],
@@ -63,12 +69,23 @@ def as_shards(found: NamedSketches) -> NamedSketches:
     return replace(found, replicas=[replica or 0 for replica in found.replicas])
 
 
-def sketch_named(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> NamedSketches:
-    """Return the sketches of ``tensors``; those of the shards of one replica add up to the whole tensor."""
+def sketch_named(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], latest: LatestSketches | None = None
+) -> NamedSketches:
+    """Return the sketches of ``tensors``; those of the shards of one replica add up to the whole tensor.
+
+    Args:
+        latest: tensors that have the contents of their latest sketch are not sketched again.
+    """
     own: list[torch.Tensor] = []
     positions: list[Positions] = []
     replicas: list[int | None] = []
     for tensor in tensors:
+        if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            own.append(tensor)
+            positions.append(0)
+            replicas.append(None)
+            continue
         layout = None
         if is_dtensor(tensor):
             mesh = tensor.device_mesh
@@ -77,7 +94,8 @@ def sketch_named(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Named
         own.append(tensor if tensor.layout is torch.strided else tensor.to_dense())
         positions.append(0 if layout is None else layout.positions)
         replicas.append(None if layout is None else layout.replica)
-    return NamedSketches(list(names), sketches_of(own, positions), replicas)
+    found = sketches_of(own, positions) if latest is None else latest.sketches_of(names, own, positions)
+    return NamedSketches(list(names), found, replicas)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,28 +7,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import nn
 
 from echelon.accelerator.update.live_check.mismatch import roundoff, smallest
 from echelon.base.sharded import is_dtensor, local_shape_and_offset
-from echelon.distributed.checks.sketch import NUM_BUCKETS, sketches_of
-from echelon.distributed.small_messages import bytes_of
+from echelon.distributed.checks.sketch import NUM_BUCKETS, LatestSketches, Sketches, sketches_of
 from echelon.distributed.uncompiled import uncompiled
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_parameters
 
-__all__ = ["GradientLedger", "Hashes", "WatchedParameter", "content_hashes", "local_of", "watched_parameters"]
-
-Hashes = np.ndarray[Any, np.dtype[np.int64]]
+__all__ = ["GradientLedger", "WatchedParameter", "local_of", "watched_parameters"]
 
 _WIDTH = NUM_BUCKETS + 1  # numbers of a sketch; the last one is the sum of squares
-_ZEROS = torch.zeros(_WIDTH, dtype=torch.float64)  # sketch of a missing gradient
 _PLAIN = (torch.Tensor, nn.Parameter)  # types that are no DTensor
 _SMALL = 4096  # elements of a gradient that is copied, to be sketched together with others
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,41 +99,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.detach()
 
 
-def content_hashes(tensors: Sequence[torch.Tensor]) -> Hashes:
-    """Return a hash of each tensor's contents: 62 bits of xxh3 on the CPU, elsewhere the sum of the bit patterns.
-
-    For tensors that must have the same bits, it takes much less time than a sketch.
-    """
-    found = np.zeros(len(tensors), dtype=np.int64)
-    elsewhere: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for i, tensor in enumerate(tensors):
-        plain = tensor.detach()
-        if plain.device.type == "cpu":
-            found[i] = xxhash.xxh3_64_intdigest(bytes_of(plain).numpy().data) >> 2 if plain.numel() else 1
-            continue
-        plain = torch.view_as_real(plain) if plain.is_complex() else plain
-        total = plain.contiguous().view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
-        elsewhere.setdefault(plain.device, []).append((i, total))
-    for sums in elsewhere.values():  # one transfer for each device
-        found[[i for i, _ in sums]] = torch.stack([total for _, total in sums]).cpu().numpy()
-    return found
-
-
-def _sketch(tensors: Sequence[torch.Tensor], offsets: Sequence[int] | None = None) -> torch.Tensor:
+def _numbers(found: Sketches) -> torch.Tensor:
     """Return the sketches, ``[number of tensors, _WIDTH]``; nan for a tensor whose elements are not all finite."""
-    found = sketches_of(tensors, offsets)
-    numbers = torch.from_numpy(found.numbers)
+    numbers = torch.from_numpy(found.numbers.copy())
     numbers[torch.from_numpy(found.counts[:, 2] > 0)] = torch.nan
     return numbers
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A gradient as it was after the last change that echelon knows of."""
-
-    digest: int
-    """Hash of the contents, on the CPU; elsewhere 0: the sum of the bits would not tell a permutation."""
-    sketch: torch.Tensor
 
 
 class GradientLedger:
@@ -178,7 +141,8 @@ class GradientLedger:
         """Gradients that something other than echelon changed after the reduction."""
         self.ratios = torch.full((num,), torch.nan, dtype=torch.float64)
         """If such a change was a multiplication: by what."""
-        self._known: dict[int, _Known] = {}
+        self._latest = LatestSketches()
+        """Of each gradient, after the last change that echelon knows of."""
         self._held: list[tuple[int, torch.Tensor]] = []
         self._sketched: list[tuple[int, torch.Tensor]] = []
         self._is_begun = False
@@ -195,7 +159,7 @@ class GradientLedger:
             self._is_begun = True
             present = [i for i in range(len(self.watched)) if self._gradient(i) is not None]
             if present:
-                self.base[present] = _sketch(*self._locals(present))
+                self.base[present] = _numbers(sketches_of(*self._locals(present)))
             return
         if keeps_gradients:
             self.clear(i for i, one in enumerate(self.watched) if one.parameter.grad is None and not one.is_sharded)
@@ -230,7 +194,7 @@ class GradientLedger:
             elif gradient.numel() <= _SMALL:
                 self._held.append((number, gradient.detach().clone()))  # DDP may reduce it in place
             else:
-                self._sketched.append((number, _sketch([gradient])))
+                self._sketched.append((number, self._sketch([number], [gradient])))
 
         return hold
 
@@ -238,9 +202,13 @@ class GradientLedger:
         held, self._held = self._held, []
         sketched, self._sketched = self._sketched, []
         if held:
-            self._add([number for number, _ in held], _sketch([gradient for _, gradient in held]))
+            numbers = [number for number, _ in held]
+            self._add(numbers, self._sketch(numbers, [gradient for _, gradient in held]))
         if sketched:
             self._add([number for number, _ in sketched], torch.cat([sketch for _, sketch in sketched]))
+
+    def _sketch(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _numbers(self._latest.sketches_of(numbers, gradients))
 
     def _add(self, numbers: list[int], sketches: torch.Tensor) -> None:
         places = torch.tensor(numbers)
@@ -255,7 +223,7 @@ class GradientLedger:
             values[cleared] = 0
         self.is_reduced[cleared] = False
         for number in cleared:
-            self._known.pop(number, None)
+            self._latest.forget(number)
 
     def multiply(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         """Note that echelon has multiplied the accumulated gradients of ``parameters``."""
@@ -286,24 +254,16 @@ class GradientLedger:
     def now(self, numbers: Sequence[int]) -> torch.Tensor:
         """Return the sketches of the current gradients, zero for missing ones; they become known."""
         present = {i: local_of(gradient) for i in numbers if (gradient := self._gradient(i)) is not None}
-        digests = dict(zip(present, _digests(list(present.values()))))
-        known = self._known
-        new = [i for i in present if i not in known or not digests[i] or known[i].digest != digests[i]]
-        sketches = _sketch([present[i] for i in new], [self.watched[i].offset for i in new])
-        known |= {i: _Known(digests[i], sketch) for i, sketch in zip(new, sketches)}
+        self._latest.sketches_of(list(present), list(present.values()), [self.watched[i].offset for i in present])
         for i in numbers:
             if i not in present:
-                known.pop(i, None)
-        return self._known_sketches(numbers)
-
-    def _known_sketches(self, numbers: Sequence[int]) -> torch.Tensor:
-        found = [self._known[i].sketch if i in self._known else _ZEROS for i in numbers]
-        return torch.stack(found) if found else torch.zeros(0, _WIDTH, dtype=torch.float64)
+                self._latest.forget(i)
+        return _numbers(self._latest.known(numbers))
 
     def note_changes(self, numbers: Sequence[int]) -> None:
         """Compare the gradients with what they were after the last change that echelon knows of."""
         chosen = [i for i in numbers if self.is_reduced[i] and not self.is_unknown[i]]
-        before, after = self._known_sketches(chosen), self.now(chosen)
+        before, after = _numbers(self._latest.known(chosen)), self.now(chosen)
         differs = (before != after) & ~(before.isnan() & after.isnan())
         for place in differs.any(dim=1).nonzero().flatten().tolist():
             i = chosen[place]
@@ -326,10 +286,3 @@ class GradientLedger:
     def _locals(self, numbers: Sequence[int]) -> tuple[list[torch.Tensor], list[int]]:
         gradients = [self._gradient(i) for i in numbers]
         return [local_of(g) for g in gradients if g is not None], [self.watched[i].offset for i in numbers]
-
-
-def _digests(locals_: Sequence[torch.Tensor]) -> list[int]:
-    if any(one.device.type != "cpu" for one in locals_):
-        return [0] * len(locals_)
-    found: list[int] = content_hashes(locals_).tolist()
-    return found

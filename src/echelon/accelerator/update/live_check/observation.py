@@ -14,8 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, Hashes, content_hashes, local_of
+from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, local_of
 from echelon.accelerator.update.live_check.mismatch import Mismatch
+from echelon.distributed.checks.sketch import Hashes, content_hashes
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_name
 
