@@ -1,5 +1,6 @@
 """Sketches add up over shards and estimate the norm of a difference."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from echelon.distributed.checks import sketch
-from echelon.distributed.checks.sketch import NUM_BUCKETS, Sketch, sketch_of, sketches_of
+from echelon.distributed.checks.sketch import NUM_BUCKETS, LatestSketches, Sketch, Sketches, sketch_of, sketches_of
 from echelon.verify.trace import Batch, Forward, ModelWeights, Row, TraceWriter, read_trace
 
 SHAPE = (300, 371)
@@ -16,7 +17,7 @@ SHAPE = (300, 371)
 
 def _assert_equal(one: Sketch, other: Sketch) -> None:
     assert (one.bits, one.num_elements, one.num_nonfinite) == (other.bits, other.num_elements, other.num_nonfinite)
-    # Both sum the same float64 numbers in another order.
+    # Both sum the same float64 numbers in another order: the error of a sum of 20,000 numbers is about 1e-12.
     np.testing.assert_allclose(one.projection, other.projection, rtol=1e-10, atol=1e-10)
     assert one.square_sum == pytest.approx(other.square_sum, rel=1e-12)
 
@@ -51,15 +52,38 @@ def test_small_shards_far_into_a_tensor_add_up() -> None:
     _assert_equal(total, sketch_of(whole))
 
 
-def test_several_chunks_at_once_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on accelerators, where each operation costs a kernel launch."""
-    parts = [(torch.randn(700_001), 0), (torch.randn(300_000), 12_345), (torch.full((200_000,), torch.inf), 0)]
-    one_by_one = [sketch_of(values, offset=offset) for values, offset in parts]
+@pytest.mark.parametrize(
+    ("values", "first"),
+    [
+        (torch.randn(700_001), 0),
+        (torch.randn(300_000, dtype=torch.bfloat16), 12_345),
+        (torch.randn(5_000), 99_000),
+        (torch.full((200_000,), torch.inf), 0),
+        (torch.cat([torch.full((200_000,), -torch.nan), torch.randn(200_000)]), 7),
+    ],
+    ids=["two turns", "from the middle of a chunk", "a part of two chunks", "inf", "nan"],
+)
+def test_several_chunks_at_once_give_the_same(
+    values: torch.Tensor, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on accelerators, which compute in torch, where each operation costs a kernel launch."""
+    expected = sketch_of(values, offset=first)
     size = 4 * sketch._CHUNK
     space = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.int64)
     monkeypatch.setattr(sketch, "_space", lambda device: space)
-    for (values, offset), expected in zip(parts, one_by_one, strict=True):
-        _assert_equal(sketch_of(values, offset=offset), expected)
+    numbers, bits, num_nonfinite = sketch._run_elsewhere(values, first)
+    counts = np.array([[bits, values.numel(), num_nonfinite]])
+    _assert_equal(Sketches(numbers[None], counts)[0], expected)
+
+
+def test_small_tensors_together_give_the_same_in_torch() -> None:
+    """As on accelerators."""
+    tensors = [torch.randn(40), torch.tensor([torch.inf, -torch.nan, 1.0]), torch.randn(1), torch.randn(4_000)]
+    positions = [0, 7, 97_999, 97_000]
+    layout = sketch._Layout([one.numel() for one in tensors], positions, torch.device("cpu"))
+    found = sketch._together_elsewhere(torch.cat(tensors).double(), layout)
+    for one, expected in zip(found, sketches_of(tensors, positions), strict=True):
+        _assert_equal(one, expected)
 
 
 def test_many_tensors_in_one_call() -> None:
@@ -160,3 +184,103 @@ def test_what_was_summarized_does_not_change_with_the_tensors() -> None:
     found = sketches_of([tensor])
     tensor.fill_(2.0)
     assert found[0].square_sum == 5.0
+
+
+def test_the_same_bytes_of_small_tensors_of_another_dtype_differ() -> None:
+    floats = torch.randn(10)
+    for tensor in (floats, floats.view(torch.int32), floats):
+        assert sketch_of(tensor).norm == pytest.approx(float(tensor.double().norm()), rel=1e-12)
+
+
+class _Counted:
+    """``LatestSketches`` whose sketches are compared with fresh ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.latest = LatestSketches()
+        self._num_sketched = 0
+        monkeypatch.setattr(sketch, "sketches_of", self._count)
+
+    def _count(self, tensors: Sequence[torch.Tensor], positions: Sequence[sketch.Positions] | None = None) -> Sketches:
+        self._num_sketched += len(tensors)
+        return sketches_of(tensors, positions)
+
+    def num_sketched(self, offset: int = 0, **tensors: torch.Tensor) -> int:
+        """Check the sketches of tensors by key, and return how many of them were computed."""
+        self._num_sketched = 0
+        found = self.latest.sketches_of(list(tensors), list(tensors.values()), [offset] * len(tensors))
+        num_sketched = self._num_sketched
+        for sketches in (found, self.latest.known(list(tensors))):
+            for one, tensor in zip(sketches, tensors.values(), strict=True):
+                _assert_equal(one, sketch_of(tensor, offset=offset))
+        return num_sketched
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> _Counted:
+    return _Counted(monkeypatch)
+
+
+@pytest.mark.parametrize("place", [0, 5_000, 9_999])
+def test_changed_contents_are_sketched_again(counted: _Counted, place: int) -> None:
+    tensor = torch.randn(10_000)
+    before = tensor.clone()
+    assert counted.num_sketched(a=tensor) == 1
+    assert counted.num_sketched(a=tensor) == 0
+    assert counted.num_sketched(a=before) == 0
+    tensor[place] *= -1
+    assert counted.num_sketched(a=tensor) == 1
+    assert counted.num_sketched(a=before) == 1
+
+
+def test_an_equal_tensor_of_another_key_has_its_own_sketch(counted: _Counted) -> None:
+    tensor, other = torch.randn(2, 10_000)
+    assert counted.num_sketched(a=tensor) == 1
+    assert counted.num_sketched(b=tensor) == 1
+    assert counted.num_sketched(b=other) == 1
+    assert counted.num_sketched(a=tensor, b=other) == 0
+    assert counted.num_sketched(a=other, b=tensor) == 2
+
+
+def test_a_forgotten_key_is_sketched_again(counted: _Counted) -> None:
+    tensor = torch.randn(10_000)
+    assert counted.num_sketched(a=tensor, b=tensor) == 2
+    counted.latest.forget("a")
+    counted.latest.forget("never known")
+    forgotten, kept = counted.latest.known(["a", "b"])
+    assert (forgotten.num_elements, forgotten.bits, forgotten.norm) == (0, 0, 0.0)
+    _assert_equal(kept, sketch_of(tensor))
+    assert counted.num_sketched(a=tensor, b=tensor) == 1
+
+
+def test_the_same_bytes_of_another_dtype_or_place_are_sketched_again(counted: _Counted) -> None:
+    tensor = torch.randn(10_000)
+    assert counted.num_sketched(a=tensor) == 1
+    assert counted.num_sketched(a=tensor.view(torch.int32)) == 1
+    assert counted.num_sketched(a=tensor.view(torch.bfloat16)) == 1
+    assert counted.num_sketched(a=tensor) == 1
+    assert counted.num_sketched(a=tensor, offset=3) == 1
+
+
+def test_of_a_view_its_own_elements_count(counted: _Counted) -> None:
+    whole = torch.randn(20_000)
+    first, second = whole[:10_000], whole[10_000:]
+    assert counted.num_sketched(a=first) == 1
+    assert counted.num_sketched(a=second) == 1
+    whole[:10_000] = 1.0
+    assert counted.num_sketched(a=second) == 0
+    whole[-1] = 1.0
+    assert counted.num_sketched(a=second) == 1
+    matrix = second.view(100, 100)
+    assert counted.num_sketched(a=matrix) == 0
+    assert counted.num_sketched(a=matrix.t()) == 1
+
+
+def test_of_several_tensors_the_changed_ones_are_sketched_again(counted: _Counted) -> None:
+    first, small, second = torch.randn(10_000), torch.randn(10), torch.randn(20_000)
+    assert counted.num_sketched(first=first, small=small, second=second) == 3
+    second[3] = 0.0
+    small[3] = 0.0
+    assert counted.num_sketched(first=first, small=small, second=second) == 2
+    first[3] = 0.0
+    assert counted.num_sketched(first=first, second=second) == 1
+    assert counted.num_sketched(second=second, first=first) == 0
