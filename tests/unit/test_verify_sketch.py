@@ -71,7 +71,7 @@ def test_several_chunks_at_once_give_the_same(
     size = 4 * sketch._CHUNK
     space = torch.empty(size, dtype=torch.float64), torch.empty(size, dtype=torch.int64)
     monkeypatch.setattr(sketch, "_space", lambda device: space)
-    numbers, bits, num_nonfinite = sketch._run_elsewhere(values, first)
+    numbers, bits, num_nonfinite = sketch._run_on_accelerator(values, first)
     counts = np.array([[bits, values.numel(), num_nonfinite]])
     _assert_equal(Sketches(numbers[None], counts)[0], expected)
 
@@ -81,7 +81,7 @@ def test_small_tensors_together_give_the_same_in_torch() -> None:
     tensors = [torch.randn(40), torch.tensor([torch.inf, -torch.nan, 1.0]), torch.randn(1), torch.randn(4_000)]
     positions = [0, 7, 97_999, 97_000]
     layout = sketch._Layout([one.numel() for one in tensors], positions, torch.device("cpu"))
-    found = sketch._together_elsewhere(torch.cat(tensors).double(), layout)
+    found = sketch._together_on_accelerator(torch.cat(tensors).double(), layout)
     for one, expected in zip(found, sketches_of(tensors, positions), strict=True):
         _assert_equal(one, expected)
 
@@ -239,6 +239,11 @@ def test_an_equal_tensor_of_another_key_has_its_own_sketch(counted: _Counted) ->
     assert counted.num_sketched(b=other) == 1
     assert counted.num_sketched(a=tensor, b=other) == 0
     assert counted.num_sketched(a=other, b=tensor) == 2
+
+
+def test_two_tensors_of_one_key_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 tensors have 1 keys"):
+        LatestSketches().sketches_of(["a", "a"], list(torch.randn(2, 10_000)))
 
 
 def test_a_forgotten_key_is_sketched_again(counted: _Counted) -> None:

@@ -183,7 +183,7 @@ def sketches_of(tensors: Sequence[torch.Tensor], positions: Sequence[Positions] 
     for row in large:
         flat, place = flats[row], 0 if positions is None else positions[row]
         if isinstance(place, int):
-            run = _run_on_cpu if flat.is_cpu else _run_elsewhere
+            run = _run_on_cpu if flat.is_cpu else _run_on_accelerator
             found.numbers[row], bits, num_nonfinite = run(flat, place)
             found.counts[row] = bits, flat.numel(), num_nonfinite
         else:
@@ -223,12 +223,18 @@ class LatestSketches:
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[Sketches, int]] = {}
         self._marks: dict[Hashable, Hashable] = {}
-        """Of the contents that large tensors had."""
+        """Hash, dtype and place of what large tensors held at the latest call."""
 
     def sketches_of(
         self, keys: Sequence[Hashable], tensors: Sequence[torch.Tensor], positions: Sequence[Positions] | None = None
     ) -> Sketches:
-        """See the function of this name."""
+        """Return the sketch of each tensor; ``tensors`` and ``positions`` are as in the function of this name.
+
+        Raises:
+            ValueError: two tensors have one key.
+        """
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"each tensor needs a key of its own, but {len(keys)} tensors have {len(set(keys))} keys")
         where = [0] * len(keys) if positions is None else positions
         marks = dict[Hashable, Hashable]()
         for key, tensor, place in zip(keys, tensors, where):
@@ -236,8 +242,8 @@ class LatestSketches:
                 marks[key] = (content_hashes([tensor])[0], tensor.dtype, place)
         new = [row for row, key in enumerate(keys) if key not in marks or self._marks.get(key) != marks[key]]
         sketches = sketches_of([tensors[row] for row in new], [where[row] for row in new])
-        for place_of_sketch, row in enumerate(new):
-            self._known[keys[row]] = (sketches, place_of_sketch)
+        for number, row in enumerate(new):
+            self._known[keys[row]] = (sketches, number)
             self._marks.pop(keys[row], None)
         self._marks |= marks
         return sketches if len(new) == len(keys) else self.known(keys)
@@ -247,8 +253,8 @@ class LatestSketches:
         found = Sketches.empty(len(keys))
         for row, key in enumerate(keys):
             if key in self._known:
-                sketches, place = self._known[key]
-                found.numbers[row], found.counts[row] = sketches.numbers[place], sketches.counts[place]
+                sketches, number = self._known[key]
+                found.numbers[row], found.counts[row] = sketches.numbers[number], sketches.counts[number]
         return found
 
     def forget(self, key: Hashable) -> None:
@@ -359,7 +365,7 @@ def _sketch_together(flats: Sequence[torch.Tensor], group: _Small, device: torch
         own = [flat.double() for flat in own]
     values = torch.cat(own)
     if device.type != "cpu":
-        return _together_elsewhere(values.double(), layout)
+        return _together_on_accelerator(values.double(), layout)
     mark = values.dtype, xxhash.xxh3_128_intdigest(bytes_of(values).numpy().data)
     if layout.latest is None or layout.latest[0] != mark:
         layout.latest = mark, _together_on_cpu(values.double().numpy(), layout)
@@ -390,9 +396,10 @@ def _together_on_cpu(values: np.ndarray, layout: _Layout) -> Sketches:
 
 
 def _run_on_cpu(flat: torch.Tensor, first: int) -> tuple[np.ndarray, int, int]:
-    """Return the numbers, the bits and the number of elements that are not finite of consecutive elements of one tensor, from the element ``first`` of the whole tensor on.
+    """Sketch consecutive elements of one tensor, the first of which is element ``first`` of the whole tensor.
 
-    One chunk in float64 with its signs and keys stays in the cache.
+    Returns:
+        The projection followed by the sum of squares, the bits, and the number of elements that are not finite.
     """
     cpu, stop = flat.device, first + flat.numel()
     drawn, (room, space) = _first_chunk(cpu), (one.numpy() for one in _space(cpu))
@@ -440,13 +447,13 @@ def _mixed(values: np.ndarray, out: np.ndarray) -> np.ndarray:
 # On accelerators, in torch: each operation costs a kernel launch, so many chunks are computed at once.
 
 
-def _together_elsewhere(values: torch.Tensor, layout: _Layout) -> Sketches:
-    """See ``_together_on_cpu``."""
+def _together_on_accelerator(values: torch.Tensor, layout: _Layout) -> Sketches:
+    """Return the sketches of tensors with float64 ``values`` on an accelerator."""
     count = len(layout.starts)
     is_finite = math.isfinite(float(values @ values))
     if not is_finite:
         values = values.masked_fill(values.isnan(), math.nan)
-    products = _mixed_elsewhere(values, out=torch.empty_like(layout.keys)).mul_(layout.keys)
+    products = _mixed_on_accelerator(values, out=torch.empty_like(layout.keys)).mul_(layout.keys)
     bits = torch.zeros(count, dtype=torch.int64, device=values.device).index_add_(0, layout.owners, products)
     nonfinite = torch.zeros_like(bits)
     if not is_finite:
@@ -467,8 +474,8 @@ def _space(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.empty(size, dtype=dtype, device=device) for dtype in (torch.float64, torch.int64))  # type: ignore[return-value]
 
 
-def _run_elsewhere(flat: torch.Tensor, first: int) -> tuple[np.ndarray, int, int]:
-    """See ``_run_on_cpu``."""
+def _run_on_accelerator(flat: torch.Tensor, first: int) -> tuple[np.ndarray, int, int]:
+    """Sketch consecutive elements of one tensor on an accelerator, many chunks at once; returns what ``_run_on_cpu`` returns."""
     device, stop = flat.device, first + flat.numel()
     drawn, space = _first_chunk(device), _space(device)
     total = torch.zeros(NUM_BUCKETS + 1, dtype=torch.float64, device=device)
@@ -488,7 +495,7 @@ def _run_elsewhere(flat: torch.Tensor, first: int) -> tuple[np.ndarray, int, int
         square = block @ block
         if not math.isfinite(float(square)):
             block[block.isnan()] = math.nan
-        products = _mixed_elsewhere(block, out=hashed).view(len(chunks), -1).mul_(drawn.keys[here]).sum(dim=1)
+        products = _mixed_on_accelerator(block, out=hashed).view(len(chunks), -1).mul_(drawn.keys[here]).sum(dim=1)
         if not math.isfinite(float(square)):
             wrong = ~block.isfinite()
             nonfinite += wrong.sum()
@@ -502,8 +509,8 @@ def _run_elsewhere(flat: torch.Tensor, first: int) -> tuple[np.ndarray, int, int
     return total.cpu().numpy(), int(bits), int(nonfinite)
 
 
-def _mixed_elsewhere(values: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """See ``_mixed``."""
+def _mixed_on_accelerator(values: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Write to ``out`` what is multiplied by the keys of elements, as ``_mixed`` does on the CPU."""
     words = values.view(torch.int64)
     return torch.bitwise_right_shift(words, 32, out=out).add_(words)
 
