@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
 
 from echelon.base.rank import known_rank
 
-__all__ = ["set_seed"]
+__all__ = ["seed_random_and_numpy", "set_seed"]
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -23,8 +24,16 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if device_specific:
         seed += known_rank() or 0
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # NumPy seeds have 32 bits
+    seed_random_and_numpy(seed)
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def seed_random_and_numpy(seed: int) -> None:
+    """Seed ``random`` and NumPy's global generator, whichever bit generator it has."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # NumPy seeds have 32 bits
+    state: Any = np.random.get_state(legacy=False)
+    if state["has_gauss"]:  # of a pair of Gaussian numbers; only the seed of MT19937 clears it
+        np.random.set_state({**state, "has_gauss": 0, "gauss": 0.0})

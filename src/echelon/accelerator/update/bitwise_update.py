@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -26,6 +24,7 @@ from echelon.accelerator.update.update_parts import UpdateParts
 from echelon.base.errors import ConfigError, UsageError
 from echelon.data.global_batch_slices import Contribution
 from echelon.data.rng.per_sample_rng import key_of
+from echelon.world.seed import seed_random_and_numpy
 
 __all__ = ["build_shard_split"]
 
@@ -114,8 +113,7 @@ class ShardSplit:
         assert self._contribution is not None
         key = key_of(self._seed, self._parts.progress.epoch, self._contribution.update.start, shard)
         torch.default_generator.manual_seed(key)
-        random.seed(key)
-        np.random.seed(key % 2**32)
+        seed_random_and_numpy(key)
         device = self._parts.world.device
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed(key)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from echelon.data.rng.host_rng import other_states, set_other_states
 from echelon.distributed.checks.already_sharded import set_epoch
+from echelon.world.seed import seed_random_and_numpy
 
 __all__ = [
     "OF_COLLATE",
@@ -172,8 +171,7 @@ def _preserve_states() -> Iterator[None]:
 
 def _seed(key: int) -> None:
     torch.default_generator.manual_seed(key)
-    random.seed(key)
-    np.random.seed(key % 2**32)
+    seed_random_and_numpy(key)
 
 
 def rng_states() -> tuple[torch.Tensor, dict[str, Any]]:
