@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -89,6 +90,29 @@ def test_is_host_and_listen_on_override_the_address(port: int) -> None:
     assert found.listener is not None
     with pytest.raises(ConfigError, match=r"192.0.2.7 is not one of its addresses"):
         met(settings(num_machines=2, machine_rank=0), CliOverrides(rdzv_endpoint=f"192.0.2.7:{port}"))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "Name or service not known"),
+        (OSError(errno.EADDRNOTAVAIL, "while attempting to bind"), "Cannot assign requested address"),
+    ],
+)
+def test_an_address_to_listen_on_that_is_not_of_this_machine_is_named(
+    error: OSError, reason: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("echelon.launch.multinode.machines.listen", fail)
+    with pytest.raises(LaunchError, match=f"cannot listen on wrong:{port}: {reason}") as raised:
+        met(
+            settings(num_machines=2, machine_rank=0),
+            CliOverrides(rdzv_endpoint=f"127.0.0.1:{port}", listen_on="wrong"),
+        )
+    assert raised.value.where == "flag --listen_on"
+    assert raised.value.do == "use one of this machine's addresses, as shown by `ip addr`"
 
 
 def test_a_name_that_resolves_to_a_loopback_address_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

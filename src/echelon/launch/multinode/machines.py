@@ -310,13 +310,13 @@ def _listen(
     except OSError as error:
         if error.errno == errno.EADDRINUSE and machine_rank is None and overrides.listen_on is None:
             return None  # the second launcher on one machine
+        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise LaunchError(
             f"cannot listen on {target}:{port}: {_reason(error)}",
-            where=where,
-            do=(
-                "use a free --main_process_port, the same on all machines; `ss -ltnp` shows which process is using "
-                "this port"
-            ),
+            where=where if is_of_port or overrides.listen_on is None else "flag --listen_on",
+            do="use a free --main_process_port, the same on all machines; `ss -ltnp` shows which process is using this port"
+            if is_of_port
+            else "use one of this machine's addresses, as shown by `ip addr`",
         ) from error
 
 
