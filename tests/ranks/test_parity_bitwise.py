@@ -22,6 +22,7 @@ from echelon import (
 )
 from echelon.base import environ
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp.fsdp2 import FSDP2Engine
 from echelon.engines.fsdp.options import ShardingOptions
@@ -567,3 +568,56 @@ def test_uncleared_gradients_stay_with_their_parameters(world_size: int) -> None
     for found in run_on_ranks(_uncleared, "fsdp2 stage 2", 12, world_size=world_size):
         # sums of a few float64 numbers in another order
         torch.testing.assert_close(found, [p.detach() for p in plain.parameters()], rtol=1e-12, atol=1e-15)
+
+
+def _linear(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4, bias=False)).double()
+
+
+def _two_models(first: list[str], last: list[str]) -> list[torch.Tensor]:
+    """Return the weights of a trained model and the gradients of another one, which the loop never clears.
+
+    Args:
+        first: the models of each backward pass in the first micro-step of an update.
+        last: the same in the last one.
+    """
+    accelerator = _accelerator("mlp", "fsdp2 stage 3", canonical_shards=4)
+    models = dict(zip(("model", "other"), accelerator.prepare(_linear(0), _linear(1))))
+    optimizer: Any = accelerator.prepare(torch.optim.SGD(models["model"].parameters(), lr=0.1))
+    data = torch.eye(4, dtype=torch.float64).repeat(3, 1)
+    for number, (x,) in enumerate(accelerator.prepare(DataLoader(TensorDataset(data), batch_size=4))):
+        with accelerator.accumulate(*models.values()):
+            for name in last if number % 2 else first:
+                accelerator.backward(mean_square(models[name](x)))
+            optimizer.step()
+            optimizer.zero_grad()
+    (kept,) = (p.grad for p in models["other"].parameters())
+    assert is_dtensor(kept)
+    return [*weights_of(accelerator, models["model"]), kept.full_tensor()]
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        (["model", "other"], ["model"]),
+        (["model", "other"], ["model", "model"]),
+        (["model"], ["model", "other"]),
+        (["model", "other"], ["other", "model"]),
+        (["other"], ["model"]),
+    ],
+)
+def test_a_backward_pass_need_not_reach_all_sharded_models(first: list[str], last: list[str]) -> None:
+    models = {"model": _linear(0), "other": _linear(1)}
+    x = torch.eye(4, dtype=torch.float64)
+    sgd = torch.optim.SGD(models["model"].parameters(), lr=0.1)
+    for _ in range(3):
+        sgd.zero_grad()
+        for sample in range(4):  # rank 0 has the shards 0 and 1, rank 1 has 2 and 3
+            for name in last if sample % 2 else first:
+                (mean_square(models[name](x[sample : sample + 1])) / 4).backward()
+        sgd.step()
+    expected = [p.detach() for p in models["model"].parameters()] + [p.grad for p in models["other"].parameters()]
+    for found in run_on_ranks(_two_models, first, last, world_size=2):
+        # sums of a few float64 numbers in another order
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)

@@ -69,7 +69,7 @@ class ShardedTreeSum(ShardedUpdate):
         )
         self._contribution: Contribution | None = None
         self._earlier = EarlierGradients()
-        self._had: list[bool] = []  # whether an earlier backward pass of the last micro-step produced a sum
+        self._sums: list[torch.Tensor | None] = []  # of each sharded parameter, over the backward passes of the update
 
     def attach(self, root: FSDPModule) -> None:
         """Replace the gradient reduction for ``root`` and its submodules.
@@ -107,20 +107,28 @@ class ShardedTreeSum(ShardedUpdate):
         if contribution.micro_step == 0:
             self._earlier.begin_update()
             self._used.clear()
+            self._sums = [None] * len(sharded)
         else:
             self._earlier.take(sharded)
-            for parameter in sharded:
-                parameter.grad = None
+            self._take_sums(sharded)
         for scatter in self._scatters:
             scatter.begin(contribution)
-        self._had = [False] * len(sharded)
+
+    def _take_sums(self, sharded: Sequence[torch.Tensor]) -> None:
+        """Move the sums out of the gradients; the last backward pass need not reach all models."""
+        self._sums = [kept if p.grad is None else p.grad for p, kept in zip(sharded, self._sums)]
+        for parameter in sharded:
+            parameter.grad = None  # torch would add to it
 
     def before_backward(self) -> None:
         self._replicated.before_backward()
         sharded = self._sharded()
         self._earlier.take(sharded)
-        for parameter in sharded:
-            parameter.grad = None  # torch would add to the zeros, or to a sum that is computed again
+        if self._contribution is not None and self._contribution.ends_update:
+            for parameter in sharded:
+                parameter.grad = None  # ``finish`` has taken the sums; gradients of earlier updates were added to these
+        else:
+            self._take_sums(sharded)
         if self._unwatched:
             self._unwatched = [part for part in self._unwatched if not self._watch(part)]
 
@@ -140,27 +148,19 @@ class ShardedTreeSum(ShardedUpdate):
     def finish(self) -> None:
         self._replicated.finish()
         sharded = self._sharded()
-        lost = sum(had and p.grad is None for p, had in zip(sharded, self._had))
-        if lost:
-            raise UsageError(
-                f"a second backward pass in the last micro-step did not reach {lost} sharded parameter(s), so their sums are lost",
-                where="parity='bitwise', fsdp2 engine",
-                do="add the losses and call backward() once",
-            )
+        self._take_sums(sharded)
         is_used = torch.tensor([id(p) in self._used for p in sharded], dtype=torch.uint8, device=_device_of(sharded))
         dist.all_reduce(is_used, op=dist.ReduceOp.MAX, group=self._group)
-        for parameter, used in zip(sharded, is_used.tolist()):
-            if not used:
-                parameter.grad = None
+        for parameter, total, used in zip(sharded, self._sums, is_used.tolist()):
+            parameter.grad = total if used else None
         self._earlier.add_to(sharded)
-        self._had = [p.grad is not None for p in sharded]
 
     def discard(self) -> None:
         self._replicated.discard()
         for scatter in self._scatters:
             scatter.discard()
         self._earlier.discard()
-        self._contribution, self._had = None, []
+        self._contribution, self._sums = None, []
 
     def release(self) -> None:
         """Drop all references to models."""
@@ -196,7 +196,7 @@ class _Scatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Exchange gradient shards. Set ``output_tensor`` to the sum in the last micro-step and to zero in earlier ones."""
+        """Exchange gradient shards, and set ``output_tensor`` to the sum over the update so far."""
         assert self._now is not None, "backward pass outside an update"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -206,13 +206,10 @@ class _Scatter:
         elif self._last is not None:
             self._add(self._found, *self._last)
         self._last = self._now, parts
-        output_tensor.zero_()
-        if self._now.ends_update:
-            found = dict(self._found)
-            self._add(found, *self._last)
-            total = subtree_sum(found, top_of(self._num_shards))
-            if total is not None:
-                output_tensor.copy_(total)
+        found = dict(self._found)
+        self._add(found, *self._last)
+        total = subtree_sum(found, top_of(self._num_shards))
+        output_tensor.zero_() if total is None else output_tensor.copy_(total)
 
     def _add(self, found: dict[SumNode, torch.Tensor], contribution: Contribution, parts: torch.Tensor) -> None:
         """Add the gradients from a micro-step's batch shards to ``found``."""
