@@ -16,8 +16,6 @@ from pathlib import Path
 from select import select
 from typing import Any
 
-__all__ = ["CHROMIUM", "Browser", "open_browser"]
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """Path of the browser, or None if none is installed."""
 

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.world.mesh import AXES, MeshLayout
 
-__all__ = ["CollectiveTraffic", "Traffic"]
-
 _KINDS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",

@@ -19,8 +19,6 @@ from echelon.engines.ddp import DDPEngine
 from echelon.engines.delegating_engine import DelegatingEngine
 from echelon.world.world import World
 
-__all__ = ["CountingEngine", "installed"]
-
 
 class CountingEngine(DelegatingEngine):
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:

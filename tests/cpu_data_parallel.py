@@ -16,8 +16,6 @@ from torch.nn.parallel import scatter_gather
 from echelon.accelerator.setup import local_devices as plain_process
 from echelon.engines import dp
 
-__all__ = ["cpu_devices"]
-
 
 @contextmanager
 def cpu_devices(count: int) -> Iterator[None]:

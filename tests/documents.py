@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
-__all__ = ["ROOT", "Block", "anchors", "blocks", "broken_links", "commands", "documents", "named_documents"]
-
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ("python",)
 SHELL = ("console", "bash", "sh", "shell")

@@ -15,8 +15,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["ForkServer", "serve"]
-
 
 class ForkServer:
     """A process that runs jobs: ``argv`` is a program that calls ``serve``."""

@@ -6,8 +6,6 @@ import gc
 import sys
 from dataclasses import dataclass
 
-__all__ = ["freeze_new_modules"]
-
 
 @dataclass
 class _Frozen:

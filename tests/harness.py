@@ -35,17 +35,6 @@ from tests import rank_worker
 from tests.quiet import QuietTime, with_children
 from tests.rank_nursery import Nursery
 
-__all__ = [
-    "RankDied",
-    "RanksFailed",
-    "RanksHung",
-    "errors_on_ranks",
-    "import_ahead",
-    "rendezvous",
-    "run_on_ranks",
-    "shut_down",
-]
-
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 180.0  # for a cold `import torch` on a busy machine; not part of a test's timeout
 # After a failure or a timeout, the remaining ranks are waited for until they have been quiet for this long (tests/quiet.py): on a

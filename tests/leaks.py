@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tests import harness
 
-__all__ = ["ENVIRON_OF_OTHERS", "Snapshot", "leaks", "settled_leaks"]
-
 # Set by the test runner, or by a library on first use, and therefore not a leak of the first test.
 ENVIRON_OF_OTHERS = frozenset({"PYTEST_CURRENT_TEST", "PYTEST_VERSION", "TORCHINDUCTOR_CACHE_DIR"})
 _THREADS_OF_OTHERS = frozenset({"TMonitor"})  # tqdm keeps one thread for the whole process

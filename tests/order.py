@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-__all__ = ["mixed"]
-
 # Each takes half a minute or more.
 _LONGEST = ("tests/programs/", "tests/launch/test_restarts.py", "tests/launch/test_preemption.py")
 # The tests in these folders start programs and wait for them.

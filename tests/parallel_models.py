@@ -15,23 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = [
-    "CLIP",
-    "IGNORED",
-    "VOCABULARY",
-    "PlainRun",
-    "TinyGPT",
-    "loss_without_float32",
-    "mean_loss",
-    "new_optimizer",
-    "num_tokens",
-    "plain_updates",
-    "ragged_batches",
-    "tiny_gpt",
-    "tiny_llama",
-    "use_exact_norms",
-]
-
 VOCABULARY = 32
 IGNORED = -100
 CLIP = 0.5

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from echelon import Accelerator
 from tests.reference import mean_square
 
-__all__ = ["marked_line", "marked_lines", "share_of", "train_prepared", "weights_of"]
-
 
 def train_prepared(
     accelerator: Accelerator,

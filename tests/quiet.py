@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["QuietTime", "wait_until_quiet", "with_children"]
-
 _PROC = Path("/proc")
 
 

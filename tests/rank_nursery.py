@@ -19,8 +19,6 @@ from typing import Any, NoReturn, final
 from tests import rank_worker
 from tests.garbage import freeze_new_modules
 
-__all__ = ["Forked", "Nursery"]
-
 ROOT = Path(__file__).resolve().parent.parent
 _MESSAGE_BYTES = 1 << 20
 _POLL_S = 0.002

@@ -22,8 +22,6 @@ from echelon.status import step_records
 from echelon.status.board import StepPart
 from echelon.status.step_records import StepRecorder
 
-__all__ = ["simulated_clock", "write_run"]
-
 BEGAN = 1_790_000_000.0
 START_S, RESTART_S, DETECTION_S, EVALUATION_S, CHECKPOINT_S = 6.0, 4.0, 0.8, 0.4, 0.25
 BATCH = 32

@@ -15,30 +15,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
-__all__ = [
-    "EmbeddingSum",
-    "EpochStream",
-    "NumberStream",
-    "Numbers",
-    "PlainLoop",
-    "PlainTraining",
-    "Round",
-    "cut_batches",
-    "dealt_batches",
-    "dispatched_batches",
-    "dropout_net",
-    "gaussian",
-    "mean_square",
-    "permutation",
-    "regression_data",
-    "sharded_order",
-    "streamed_batches",
-    "tanh_net",
-    "train_plainly",
-    "train_updates",
-    "warmup_then_linear",
-]
-
 Round = list[list[int]]
 Losses = Callable[[list[int]], Iterator[tuple[torch.Tensor, "float | None"]]]
 """Maps the samples of one rank in one micro-step to mean losses, each with its number of items (None: samples)."""

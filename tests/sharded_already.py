@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["CUTS", "STREAMS", "HiddenSampler", "StridedSampler", "cut_loader", "numbers"]
-
 
 def numbers(n: int) -> TensorDataset:
     return TensorDataset(torch.arange(float(n)))

@@ -17,8 +17,6 @@ from typing import Any
 
 import pyte
 
-__all__ = ["TerminalScreen"]
-
 
 class TerminalScreen:
     """Runs ``command`` in a terminal of ``columns`` x ``lines``; ends it when the ``with`` block is left."""

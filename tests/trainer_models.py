@@ -15,25 +15,6 @@ from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer, TrainerCallback, TrainingArguments
 from tests.reference import PlainTraining, train_plainly
 
-__all__ = [
-    "CONSTANT_SGD",
-    "DATA",
-    "DividingNet",
-    "EndsAfter",
-    "IgnoringNet",
-    "Line",
-    "Net",
-    "RecordingModel",
-    "RecordingTrainer",
-    "arguments",
-    "divided",
-    "logged",
-    "net_data",
-    "stacked",
-    "train_rows_plainly",
-    "warnings_of",
-]
-
 Rows = list[dict[str, torch.Tensor]]
 
 CONSTANT_SGD: dict[str, Any] = {

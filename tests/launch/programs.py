@@ -12,8 +12,6 @@ from unittest import mock
 
 from echelon.world.group import close_group
 
-__all__ = ["run_program"]
-
 
 def run_program(script: str, folder: str, environ: Mapping[str, str] | None = None) -> str:
     """Run ``script`` in ``folder`` as a program in this rank, and return what it prints."""

@@ -16,8 +16,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-__all__ = ["run_echelon"]
-
 
 def run_echelon(argv: Sequence[str], folder: str, environ: Mapping[str, str]) -> tuple[int, str, str, float]:
     """Run ``echelon ARGV`` in ``folder`` and return its exit code (negative for a signal), output, errors and seconds. Called in a worker."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants import faults_of_data, faults_of_gradients, faults_of_libraries, faults_of_resume, faults_of_updates
 from tests.mutants.mutant import Mutant
 
-__all__ = ["MUTANTS"]
-
 MUTANTS: tuple[Mutant, ...] = (
     *faults_of_data.MUTANTS,
     *faults_of_gradients.MUTANTS,

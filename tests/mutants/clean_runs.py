@@ -11,8 +11,6 @@ from echelon.verify.command.layouts import Layout
 from tests.mutants.mutant import CUT_TEXTS, SCRIPTS
 from tests.mutants.runner import WarmRecorder, verify_text
 
-__all__ = ["CleanRun", "clean_run"]
-
 _BY_HAND = ("raw_ddp", "level1", "ema_scaler", "fsdp_loop", "resume_loop", "stream")
 _ENGINES = ("accelerated", "language_model", "trainer")
 _OPTIMIZERS = (

@@ -18,8 +18,6 @@ from tests.harness import run_on_ranks
 from tests.mutants.mutant import Mutant, correct_text, mutated_text
 from tests.mutants.rank_runs import Program, States, watch_program
 
-__all__ = ["first_effect", "matches"]
-
 
 def first_effect(mutant: Mutant) -> tuple[int | None, list[str]]:
     """Return the first update in which a value differs (-1: before the first; None: no effect), and the names of the values."""

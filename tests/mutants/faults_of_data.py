@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-__all__ = ["MUTANTS"]
-
 _SAMPLER = "sampler = DistributedSampler(data, num_replicas=WORLD_SIZE, rank=RANK, shuffle=True, seed=3)"
 _SHARD = "data = torch.utils.data.Subset(data, range(RANK, len(data), WORLD_SIZE))"
 _RAW = "raw_ddp"

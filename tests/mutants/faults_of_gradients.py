@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.mutants.mutant import CUT_TEXTS, REDUCED_WHEN_CLIPPED, Mutant, mutant
 
-__all__ = ["MUTANTS"]
-
 _RAW = "raw_ddp"
 _SYNC = "with nullcontext() if is_last or WORLD_SIZE == 1 else model.no_sync():"
 _NO_SYNC = "with nullcontext() if WORLD_SIZE == 1 else model.no_sync():"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-__all__ = ["MUTANTS"]
-
-
 MUTANTS: tuple[Mutant, ...] = (
     mutant(
         "zero1: the parts of the weights are not exchanged after the step",

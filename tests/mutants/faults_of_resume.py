@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-__all__ = ["MUTANTS"]
-
 _LOOP = "resume_loop"
 _AFTER = (6, 6)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-__all__ = ["MUTANTS"]
-
 _RAW = "raw_ddp"
 _IS_LAST = "is_last = i == first + window - 1"
 _DDP = "model = DistributedDataParallel(net) if WORLD_SIZE > 1 else net"

@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from echelon.verify.finding import STAGES, Finding, Stage
 
-__all__ = ["CUT_TEXTS", "REDUCED_WHEN_CLIPPED", "SCRIPTS", "Mutant", "correct_text", "mutant", "mutated_text"]
-
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 CUT_TEXTS = (
     ("VOCABULARY, IGNORED = 24, -100", "VOCABULARY, IGNORED = 24, 0"),

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["probe", "watching"]
-
 _watchers: list[Callable[[dict[str, torch.Tensor]], None]] = []
 
 

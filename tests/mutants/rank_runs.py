@@ -18,8 +18,6 @@ import torch.distributed as dist
 from tests.mutants import library_faults
 from tests.mutants.probe import watching
 
-__all__ = ["Program", "States", "run_program", "watch_program"]
-
 States = list[dict[str, torch.Tensor]]
 
 

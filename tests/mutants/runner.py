@@ -24,8 +24,6 @@ from tests.harness import RanksFailed, RanksHung, run_on_ranks
 from tests.mutants.mutant import Mutant, correct_text, mutated_text
 from tests.mutants.rank_runs import Program, run_program
 
-__all__ = ["Outcome", "WarmRecorder", "outcome_of", "verify_text"]
-
 STEPS = 8
 
 

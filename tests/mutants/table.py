@@ -8,8 +8,6 @@ from pathlib import Path
 from tests.mutants.mutant import Mutant
 from tests.mutants.runner import Outcome
 
-__all__ = ["NOT_FOUND", "NOT_LOCALIZED", "PAGE", "page_with", "recorded_cause", "table_of"]
-
 NOT_FOUND: tuple[str, ...] = ()
 """Names of the faults that are not found within one step."""
 NOT_LOCALIZED: tuple[str, ...] = ("the model left in eval mode after an evaluation",)

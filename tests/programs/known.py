@@ -10,8 +10,6 @@ from tests.programs.parts import Rows, make_loader
 from tests.programs.program import Case, Layout, Program
 from tests.reference import batches_of
 
-__all__ = ["excuse_of", "is_expected_warning", "known_open", "refusal_of"]
-
 
 @dataclass(frozen=True)
 class _Refusal:

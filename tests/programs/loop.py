@@ -31,9 +31,6 @@ from tests.programs.parts import (
 from tests.programs.plain import ORDER_SEED, ZIPPED_SEED, zipped_losses, zipped_program
 from tests.programs.program import Layout, Program
 
-__all__ = ["Found", "train"]
-
-
 FP16_SCALE = 1024.0  # gradients of about one stay below the largest number of fp16, where fully_shard computes in it
 
 

@@ -31,8 +31,6 @@ from tests.programs.mesh_program import (
 )
 from tests.ranks.test_tensor_parallel import GPT_PLAN, _sequence_parallel_plan
 
-__all__ = ["train"]
-
 
 def train(program: MeshProgram, folder: str | None, *, goes_on: bool = False) -> Found:
     """Run the program on this rank. ``goes_on``: from what was saved in ``folder``."""

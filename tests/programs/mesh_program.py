@@ -18,8 +18,6 @@ from echelon import MixtureOfExperts
 from tests.parallel_models import IGNORED, VOCABULARY, TinyGPT, loss_without_float32, num_tokens, tiny_gpt, tiny_llama
 from tests.reference import PlainLoop, Round, batches_of, dealt_batches, permutation
 
-__all__ = ["Found", "MeshProgram", "Sizes", "build", "draw_mesh_program", "mean_loss_of", "run_plainly", "simpler"]
-
 LENGTH, ORDER_SEED, EVALUATED = 16, 41, 7
 CLIP = 0.1
 

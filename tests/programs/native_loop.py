@@ -25,8 +25,6 @@ from tests.programs.parts import (
 )
 from tests.programs.program import Layout, Program
 
-__all__ = ["train"]
-
 
 def train(program: Program, layout: Layout) -> Found:
     """Run the program on this rank; the process group is one of ``setup()``."""

@@ -13,18 +13,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.programs.program import Program
 
-__all__ = [
-    "Batch",
-    "Rows",
-    "fields_of",
-    "losses_of",
-    "make_loader",
-    "make_model",
-    "make_optimizers",
-    "make_schedule",
-    "prediction_of",
-]
-
 LENGTH, WIDTH = 3, 3
 HALF = 0.5
 

@@ -26,8 +26,6 @@ from tests.programs.parts import (
 from tests.programs.program import Case, Layout, Program
 from tests.reference import PlainLoop, Round
 
-__all__ = ["ORDER_SEED", "Expected", "clip_of", "run_plainly", "zipped_program"]
-
 ORDER_SEED = 31  # of the exact modes; added to the program's
 ZIPPED_SEED = 500
 

@@ -20,8 +20,6 @@ from tests.programs.plain import Expected, clip_of
 from tests.programs.program import Case
 from tests.reference import PlainLoop, Round
 
-__all__ = ["run_native_plainly"]
-
 
 def run_native_plainly(case: Case) -> Expected:
     """Run the case's program to its end."""

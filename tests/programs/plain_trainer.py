@@ -27,8 +27,6 @@ from tests.programs.trainer_parts import (
 )
 from tests.reference import PlainLoop, Round
 
-__all__ = ["run_trainer_plainly"]
-
 
 def run_trainer_plainly(case: Case) -> Expected:
     """Run the case's program to its end."""

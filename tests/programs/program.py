@@ -9,8 +9,6 @@ from typing import Any
 
 TRAINERS, NATIVE = 0.2, 0.1  # of all programs: a Trainer (level 3), a DistributedDataParallel (level 1)
 
-__all__ = ["Case", "Layout", "Program", "draw_case", "draw_deepspeed_case", "simpler"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Program:

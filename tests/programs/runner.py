@@ -34,8 +34,6 @@ from tests.programs.plain_native import run_native_plainly
 from tests.programs.plain_trainer import run_trainer_plainly
 from tests.programs.program import Case, Layout, Program, simpler
 
-__all__ = ["Report", "check_cases", "explain", "shrink"]
-
 LIMIT_S = 20.0  # of one program; a rank that raised waits as long for the others
 CHUNK = 25
 

@@ -26,8 +26,6 @@ from tests.programs.trainer_parts import (
     two_losses,
 )
 
-__all__ = ["train"]
-
 _NAMES = {"sgd": "sgd", "momentum": "sgd", "adamw": "adamw_torch", "adagrad": "adagrad", "rmsprop": "rmsprop"}
 _SCHEDULES = {"linear": "linear", "warmup": "constant_with_warmup"}
 

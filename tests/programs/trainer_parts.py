@@ -13,22 +13,6 @@ from torch.utils.data import Dataset, IterableDataset
 from tests.programs.parts import Rows, _packed, make_model, make_optimizers, make_schedule, prediction_of
 from tests.programs.program import Program
 
-__all__ = [
-    "ItemsNet",
-    "Named",
-    "NamedStream",
-    "Net",
-    "class_loss",
-    "collate_padded",
-    "collate_tuple",
-    "losses_of",
-    "make_net",
-    "make_optimizer",
-    "make_trainer_schedule",
-    "square_loss",
-    "two_losses",
-]
-
 NO_LABEL = -100
 NAMED_RATE = 0.02  # of optimizers that the arguments name
 

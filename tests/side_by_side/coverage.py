@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-__all__ = ["BEHAVIOURS", "NAMES", "uses"]
-
 _FACTS = "device num_processes process_index local_process_index is_main_process is_local_main_process is_last_process"
 
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DIFFERENCES", "Difference"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:

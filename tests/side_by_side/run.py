@@ -30,8 +30,6 @@ from tests.harness import rendezvous  # noqa: E402
 from tests.side_by_side.coverage import BEHAVIOURS, NAMES, uses  # noqa: E402
 from tests.side_by_side.differences import DIFFERENCES, Difference  # noqa: E402
 
-__all__ = ["HERE", "PACKAGES", "PEERS", "ROOT", "SCRIPTS", "WORLD_SIZES", "Forks", "Run", "compare", "with_package"]
-
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
 PACKAGES = ("accelerate", "echelon")
 SCRIPTS = sorted(path.stem for path in (HERE / "scripts").glob("[0-9]*.py"))

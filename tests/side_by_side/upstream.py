@@ -18,8 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["SCRIPTS", "Call", "calls", "folder_of_accelerate", "run"]
-
 SCRIPTS = ("test_script", "test_sync", "test_ops", "test_cli", "test_distributed_data_loop")
 _PEERS = Path(__file__).resolve().parents[2] / ".venv-peers"
 _FROM_THE_WHEEL = "accelerate.test_utils"

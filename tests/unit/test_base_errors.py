@@ -13,7 +13,7 @@ from echelon.base import errors
 from echelon.base.errors import ConfigError, EchelonError, MissingExtraError, RankTimeoutError, SetupError
 from tests.harness import RanksFailed, run_on_ranks
 
-KINDS = [getattr(errors, name) for name in errors.__all__]
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
 
 
 @pytest.fixture(autouse=True)

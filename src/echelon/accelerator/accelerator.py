@@ -69,8 +69,6 @@ from echelon.world.world import World
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["Accelerator"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from echelon.config.schema import RunConfig, field_names
 from echelon.config.sources import current, fingerprint as fingerprint_of_settings
 from echelon.distributed.small_messages import fingerprint, gather_bytes, gather_counts
 
-__all__ = ["agree_on_models", "agree_on_settings"]
-
 
 def agree_on_settings() -> None:
     """Compare the settings that each rank received from the launcher and the environment.

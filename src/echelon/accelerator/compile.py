@@ -14,21 +14,6 @@ from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.compat.enums import DynamoBackend
 from echelon.precision.policy import rebind_forward
 
-__all__ = [
-    "compile_regions",
-    "compile_regions_deepspeed",
-    "compile_regions_fsdp2",
-    "compile_whole",
-    "compiles",
-    "has_compiled_regions",
-    "has_repeated_blocks",
-    "is_compiled",
-    "is_compiled_module",
-    "is_repeated_blocks",
-    "moved_to",
-    "uncompiled",
-]
-
 
 def is_compiled_module(module: object) -> bool:
     """Return whether ``module`` was created by ``torch.compile``."""

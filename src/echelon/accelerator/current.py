@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from echelon.base.errors import UsageError
 
-__all__ = ["current_accelerator", "has_accelerator", "living_accelerators", "register_accelerator"]
-
 
 class _Built:
     accelerators: ClassVar[tuple[weakref.ref[Any], ...]] = ()

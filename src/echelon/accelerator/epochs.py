@@ -18,8 +18,6 @@ from echelon.base.progress import Progress
 from echelon.data.active_loaders import PassFacts, PassTracker
 from echelon.data.loader import PreparedLoader
 
-__all__ = ["Epochs"]
-
 _logger = get_logger(__name__)
 
 

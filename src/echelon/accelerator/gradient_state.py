@@ -10,8 +10,6 @@ from echelon.accelerator.views import view
 from echelon.data.active_loaders import ActiveLoaders
 from echelon.data.loader import PreparedLoader
 
-__all__ = ["GradientState"]
-
 
 class _SharedState:
     """Accelerate's shared dict: a copy of the current state's attributes, or empty without an Accelerator."""

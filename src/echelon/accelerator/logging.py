@@ -13,8 +13,6 @@ from echelon.base.rank import known_rank
 from echelon.config import variables
 from echelon.distributed import control
 
-__all__ = ["MultiProcessAdapter", "get_logger"]
-
 
 class MultiProcessAdapter(Adapter):
     """A rank-aware logger: every method accepts ``main_process_only`` (True) and ``in_order`` (False).

@@ -15,8 +15,6 @@ from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import warn
 from echelon.distributed.stores import store_of
 
-__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
-
 _Outcome = Literal["done", "ran out", "failed"]
 
 # Messages of torch's allocators, in addition to torch.OutOfMemoryError. Case is ignored.

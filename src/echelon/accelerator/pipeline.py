@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from echelon.engines.pipeline_parallel.pipeline import LossFunction, PipelineStages
     from echelon.engines.pipeline_parallel.stages import StageCut
 
-__all__ = ["Pipeline", "prepare_pipeline"]
-
 
 def prepare_pipeline(
     session: Session,

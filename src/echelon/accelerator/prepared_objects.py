@@ -10,8 +10,6 @@ from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.data.loader import PreparedLoader
 
-__all__ = ["PreparedObjects"]
-
 
 class PreparedObjects:
     """Prepared objects, in order of preparation. The list objects are never replaced.

@@ -17,8 +17,6 @@ from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.uncompiled import uncompiled_methods
 from echelon.world.world import World
 
-__all__ = ["ProcessMembers", "first_rank_saves", "require_all_ranks"]
-
 
 @uncompiled_methods()
 class ProcessMembers:

@@ -9,8 +9,6 @@ from tqdm.auto import tqdm as _tqdm
 from echelon.base.errors import UsageError
 from echelon.world.world import World
 
-__all__ = ["tqdm"]
-
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Return a tqdm bar that is visible only on local rank zero.

@@ -12,8 +12,6 @@ import torch
 from echelon.base.warnings import warn
 from echelon.world.world import World
 
-__all__ = ["current_random_states", "restore_random_states"]
-
 _RANDOM: Any = np.random  # numpy's stubs lack get_bit_generator
 
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from echelon.engines.expert_parallel.routers import RoutingGaps
     from echelon.engines.pipeline_parallel.pipeline import PipelineStages
 
-__all__ = ["Session"]
-
 
 @dataclass(kw_only=True, eq=False)
 class Session:

@@ -26,8 +26,6 @@ from echelon.world.world import World
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = ["AcceleratorState", "PartialState", "is_initialized"]
-
 
 _FACTS = (
     "distributed_type",

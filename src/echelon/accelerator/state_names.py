@@ -17,13 +17,6 @@ from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_parameters
 
-__all__ = [
-    "Allowed",
-    "NamedOptimizer",
-    "frozen_names",
-    "names_of",
-]
-
 _PIECE = re.compile(r"(model|optimizer|scheduler|loader|custom|scaler)(\[\d+\](\..+)?)?")
 
 

@@ -14,8 +14,6 @@ from echelon.trackers.base import GeneralTracker
 from echelon.trackers.jsonl import JSONLTracker
 from echelon.trackers.registry import filter_trackers, tracker_class
 
-__all__ = ["Tracking", "record_values"]
-
 
 class Tracking:
     """The trackers selected by ``log_with``, and a JSONL record if the project has a folder.

@@ -19,8 +19,6 @@ from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.already_sharded import find_existing_sharding
 from echelon.distributed.shard import ShardedLoader
 
-__all__ = ["UnpreparedModelCheck"]
-
 
 class UnpreparedModelCheck:
     """Checks at the first backward pass with multiple processes that the loader and the model were prepared.

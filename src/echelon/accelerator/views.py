@@ -11,8 +11,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from echelon.accelerator.plugins.kwargs_handlers import KwargsHandler
 from echelon.base.errors import UsageError
 
-__all__ = ["axis_rank", "delegate", "given_handler", "view"]
-
 
 def view(path: str, doc: str, *, is_settable: bool = False) -> Any:
     """Return a property that reads the attribute at ``path`` (such as ``session.world.device``) without a Python frame."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from echelon.base.errors import ConfigError
 from echelon.base.limits import group_folders
 
-__all__ = ["bind", "cores_of_node", "share_of", "threads_of_each", "usable_cores"]
-
 _NODES = "sys/devices/system/node"
 _CORES = "sys/devices/system/cpu"
 

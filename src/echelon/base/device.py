@@ -14,25 +14,6 @@ from echelon.base.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DeviceMemory",
-    "accelerators",
-    "backend_of",
-    "choose_device",
-    "has_bf16",
-    "has_fp8",
-    "has_tf32",
-    "is_capturing",
-    "limit_devices",
-    "nccl_version",
-    "numa_node_of",
-    "devices_from",
-    "free_memory",
-    "num_devices",
-    "use_device",
-    "used_memory_mb",
-]
-
 # The functions import torch, not this module, so that the launcher starts in milliseconds.
 
 _VISIBLE = (

@@ -13,22 +13,6 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-__all__ = [
-    "cache_home",
-    "get",
-    "has_cursor",
-    "has_visible_devices",
-    "is_strict",
-    "locale_names",
-    "own",
-    "patch",
-    "process_rank",
-    "restored",
-    "snapshot",
-    "wants_colour",
-    "write",
-]
-
 # The rank that torchrun, Slurm, Open MPI or MPICH sets.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # As in gettext: the first variable that is set decides.

@@ -9,19 +9,6 @@ from echelon.base.messages.translation import format_error, translate_lines
 from echelon.base.printable import printable
 from echelon.base.rank import known_rank
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DesyncError",
-    "EchelonError",
-    "LaunchError",
-    "MissingExtraError",
-    "RankTimeoutError",
-    "SetupError",
-    "UsageError",
-    "VerificationError",
-]
-
 
 class EchelonError(Exception):
     """Base class of all echelon errors that users may see.

@@ -16,8 +16,6 @@ from typing import ClassVar
 from echelon.base.errors import SetupError
 from echelon.base.logging import get_logger
 
-__all__ = ["repair_fork"]
-
 logger = get_logger(__name__)
 
 _REPAIRED = {(3, 10): (3, 10, 15), (3, 11): (3, 11, 8)}

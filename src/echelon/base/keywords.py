@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-__all__ = ["suggest_keywords", "unexpected_keyword"]
-
 Class = TypeVar("Class", bound=type)
 
 

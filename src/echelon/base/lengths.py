@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["length_of"]
-
 
 def length_of(sized: Any) -> int:
     """Return ``len(sized)``, or -1 if the object has no length."""

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Room", "group_folders", "room_for_files", "room_for_memory", "room_for_tasks"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:

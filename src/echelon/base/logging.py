@@ -11,8 +11,6 @@ from echelon.base.messages.terminal import beside_progress_bars
 from echelon.base.messages.translation import language, translate_lines
 from echelon.base.rank import known_rank
 
-__all__ = ["Adapter", "RankLogger", "get_logger", "is_logging_rank"]
-
 if TYPE_CHECKING:
     Adapter = logging.LoggerAdapter[logging.Logger]
 else:

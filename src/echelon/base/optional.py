@@ -10,8 +10,6 @@ from types import MappingProxyType, ModuleType
 
 from echelon.base.errors import MissingExtraError
 
-__all__ = ["EXTRAS", "explain_missing_torch", "install_command", "is_available", "require"]
-
 # The requirements of each extra of pyproject.toml (tests/unit/test_packaging.py compares them), and of torch. They are repeated
 # here because messages name the requirements themselves: `pip install "echelon[NAME]"` fails where no index has echelon.
 EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(

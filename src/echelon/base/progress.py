@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 from echelon.base.errors import UsageError
 from echelon.base.rank import known_rank
 
-__all__ = ["BarOpener", "Progress", "no_bar", "progress_bar", "shows_bars"]
-
 BarOpener: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Opens a progress bar, given a label and the total number of bytes. Yields a function to call with the number of bytes
 processed since its last call."""

@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = [
-    "KnowsItsEnd",
-    "HasDeviceMap",
-    "SupportsSelect",
-    "SupportsSetEpoch",
-    "SupportsShard",
-    "SupportsStateDict",
-    "SupportsTo",
-    "SupportsWithFormat",
-]
-
 
 @runtime_checkable
 class KnowsItsEnd(Protocol):

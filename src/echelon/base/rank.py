@@ -6,8 +6,6 @@ import sys
 
 from echelon.base import environ
 
-__all__ = ["known_rank"]
-
 
 def known_rank() -> int | None:
     """Return the rank in torch's default process group if it exists, else the rank from the environment, else None."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "is_fsdp_module", "is_old_fsdp", "is_strided", "local_shape_and_offset"]
-
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Return whether ``value`` is a DTensor."""

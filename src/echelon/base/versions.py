@@ -8,8 +8,6 @@ import re
 
 from echelon.base.errors import UsageError
 
-__all__ = ["STR_OPERATION_TO_FUNC", "at_least", "compare_versions", "is_torch_version", "torch_version"]
-
 STR_OPERATION_TO_FUNC = {
     ">": operator.gt,
     ">=": operator.ge,

@@ -10,8 +10,6 @@ from echelon.base.messages.terminal import beside_progress_bars
 from echelon.base.messages.translation import translate_lines
 from echelon.base.rank import known_rank
 
-__all__ = ["EchelonWarning", "UserLine", "is_library", "user_line", "warn", "warn_here"]
-
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 

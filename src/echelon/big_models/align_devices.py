@@ -17,15 +17,6 @@ from echelon.big_models.set_tensor import TiedTensors, as_device, set_module_ten
 from echelon.distributed.structure import find_device, send_to_device
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = [
-    "AlignDevicesHook",
-    "align_module_device",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "has_offloaded_params",
-]
-
 Device = int | str | torch.device
 
 

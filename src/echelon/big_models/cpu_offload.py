@@ -13,8 +13,6 @@ from echelon.big_models.set_tensor import as_device, check_device_same
 from echelon.distributed.structure import send_to_device
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = ["CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook"]
-
 
 class CpuOffload(ModelHook):
     """Moves a model to the CPU when attached, and to ``execution_device`` when the model runs; it then stays there.

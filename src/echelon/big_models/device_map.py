@@ -21,14 +21,6 @@ from echelon.big_models.module_sizes import (
 from echelon.big_models.tied_parameters import check_tied_parameters_in_config, find_tied_parameters
 from echelon.compat.byte_sizes import convert_file_size_to_int
 
-__all__ = [
-    "check_device_map",
-    "clean_device_map",
-    "fallback_allocate",
-    "get_module_size_with_ties",
-    "infer_auto_device_map",
-]
-
 _logger = get_logger(__name__)
 Part = tuple[str, Any]
 """A submodule, parameter or buffer, preceded by its full name."""

@@ -15,8 +15,6 @@ from echelon.base.logging import get_logger
 from echelon.big_models.module_sizes import compute_module_sizes, get_module_leaves
 from echelon.compat.byte_sizes import convert_file_size_to_int
 
-__all__ = ["get_balanced_memory", "get_max_memory"]
-
 _logger = get_logger(__name__)
 _OTHERS = ("mps", "cpu", "disk")
 _SHARE_OF_ONE_DEVICE = 0.9  # the rest is for activations

@@ -31,8 +31,6 @@ from echelon.big_models.set_tensor import TiedTensors, as_device, set_module_ten
 from echelon.big_models.tied_parameters import find_tied_parameters, retie_parameters
 from echelon.compat.machine import check_cuda_p2p_ib_support
 
-__all__ = ["cpu_offload", "disk_offload", "dispatch_model"]
-
 _logger = get_logger(__name__)
 _OFFLOADED = ("cpu", "disk")
 

@@ -11,8 +11,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from echelon.config.variables import library_flag
 
-__all__ = ["init_empty_weights", "init_on_device"]
-
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:

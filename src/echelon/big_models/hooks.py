@@ -10,15 +10,6 @@ from torch import fx, nn
 
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = [
-    "ModelHook",
-    "SequentialHook",
-    "add_hook_to_module",
-    "hook_of",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-]
-
 # Methods that dispatch_model replaces in the instance.
 MOVING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 

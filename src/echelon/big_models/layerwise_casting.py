@@ -11,8 +11,6 @@ from torch import nn
 from echelon.big_models.hooks import ModelHook, add_hook_to_module
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = ["SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING", "LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
-
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.Conv1d,
     nn.Conv2d,

@@ -13,19 +13,6 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.compat.enums import CustomDtype
 
-__all__ = [
-    "as_dtype",
-    "calculate_maximum_sizes",
-    "compute_module_sizes",
-    "compute_module_total_buffer_size",
-    "dtype_byte_size",
-    "get_max_layer_size",
-    "get_module_leaves",
-    "get_non_persistent_buffers",
-    "named_module_tensors",
-    "parts_of",
-]
-
 _CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
 
 

@@ -24,21 +24,6 @@ from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.tensor_file import stored_form
 from echelon.distributed.small_messages import bytes_of
 
-__all__ = [
-    "OffloadFolder",
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "UnreadTensor",
-    "extract_submodules_state_dict",
-    "has_index",
-    "is_on_disk",
-    "load_offloaded_weight",
-    "offload_state_dict",
-    "offload_weight",
-    "read_ahead",
-    "save_offload_index",
-]
-
 INDEX = "index.json"
 SHARD_BYTES = 2**30
 _SHARDS = "weights-{:05d}.safetensors"

@@ -14,8 +14,6 @@ from echelon.big_models.align_devices import align_module_device, has_offloaded_
 from echelon.big_models.offload_store import OffloadedWeightsLoader
 from echelon.big_models.set_tensor import set_module_tensor_to_device
 
-__all__ = ["get_state_dict_from_offload", "get_state_dict_offloaded_model", "load_offloaded_weights"]
-
 _logger = get_logger(__name__)
 
 

@@ -18,8 +18,6 @@ from echelon.base.warnings import warn
 from echelon.big_models.offload_store import is_on_disk, read_ahead
 from echelon.big_models.set_tensor import as_device
 
-__all__ = ["LoadsWeights", "Prefetcher", "Prefetchers"]
-
 _MAX_AHEAD = 16  # modules; more small ones in a row are loaded in time anyway
 
 

@@ -11,8 +11,6 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.big_models.module_sizes import as_dtype
 
-__all__ = ["TiedTensors", "as_device", "check_device_same", "set_module_tensor_to_device", "tensor_at"]
-
 TiedTensors = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
 """Copies of each tied parameter, by its address and then by device, so that each device has only one copy."""
 

@@ -11,14 +11,6 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 
-__all__ = [
-    "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device",
-    "device_of",
-    "find_tied_parameters",
-    "retie_parameters",
-]
-
 _logger = get_logger(__name__)
 
 

@@ -18,8 +18,6 @@ from echelon.base.errors import CheckpointError
 from echelon.checkpoint.save import Gather, Save
 from echelon.distributed.stores import store_of
 
-__all__ = ["EXIT_CODE", "BackgroundSaver", "TooManyFailedSavesError", "store_gather"]
-
 EXIT_CODE = 74
 """Exit code of a process that ends because it cannot write checkpoints (EX_IOERR in sysexits.h)."""
 

@@ -23,20 +23,6 @@ from echelon.checkpoint.manifest import MANIFEST, is_part as is_part_of_own, rea
 from echelon.checkpoint.storage import remove_tree
 from echelon.checkpoint.tensor_file import write_file
 
-__all__ = [
-    "PendingFolder",
-    "clean",
-    "discard",
-    "make_folders",
-    "new_folder",
-    "new_token",
-    "place_of",
-    "require_folder_or_nothing",
-    "require_replaceable",
-    "retire",
-    "sync_tree",
-]
-
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
 _NUM_ASIDE_BYTES = len(".tmp-") + 16
 _MAX_NAME_BYTES = 255  # limit of all common file systems

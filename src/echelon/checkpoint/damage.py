@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from echelon.base.errors import CheckpointError
 
-__all__ = ["damaged"]
-
 
 def damaged(what: str) -> CheckpointError:
     """Return the error to raise for a damaged checkpoint; ``what`` describes the damage."""

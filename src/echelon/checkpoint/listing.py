@@ -18,8 +18,6 @@ from echelon.checkpoint.formats.layouts import TRAINER_STATE, Layout, layout_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.typed_json import read_json
 
-__all__ = ["CheckpointEntry", "Leftover", "Listing", "list_folder"]
-
 State = Literal["complete", "verified", "damaged", "unknown"]
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{8,16}")

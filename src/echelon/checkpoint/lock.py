@@ -21,8 +21,6 @@ from pathlib import Path
 from echelon.base.errors import CheckpointError
 from echelon.world.launch_variables import run_identity
 
-__all__ = ["STALE_AFTER", "Owner", "RunLock", "is_over"]
-
 STALE_AFTER = timedelta(minutes=10)
 """A run on another machine is considered dead after this time without a heartbeat."""
 _BEAT_S = STALE_AFTER.total_seconds() / 10

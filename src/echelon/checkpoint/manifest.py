@@ -17,19 +17,6 @@ from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.regions import Chunk, ChunkBounds, TensorLayout, uncovered
 from echelon.checkpoint.tensor_file import FileFacts, itemsize
 
-__all__ = [
-    "MANIFEST",
-    "OBJECTS",
-    "VERSION",
-    "Manifest",
-    "chunk_key",
-    "is_inside",
-    "is_part",
-    "rank_objects_file",
-    "read_manifest",
-    "tensors_file",
-]
-
 VERSION = 1
 MANIFEST = "manifest.json"
 OBJECTS = "objects.json"

@@ -31,8 +31,6 @@ from echelon.checkpoint.tensor_file import FileFacts, Stored, checksum_of, requi
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
-__all__ = ["Checkpoint", "CheckpointSearch", "newest", "open_verified", "try_open"]
-
 
 class Checkpoint:
     """A checkpoint on disk. The constructor reads only the manifest; other files are read when they are needed.

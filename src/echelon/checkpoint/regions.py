@@ -18,18 +18,6 @@ from echelon.base.errors import CheckpointError, DesyncError
 from echelon.base.sharded import is_dtensor, is_strided, local_shape_and_offset
 from echelon.checkpoint.tensor_file import itemsize
 
-__all__ = [
-    "ChunkBounds",
-    "Chunk",
-    "ShardPart",
-    "LocalShard",
-    "TensorLayout",
-    "box_of",
-    "overlaps",
-    "assign_writers",
-    "uncovered",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkBounds:

@@ -9,8 +9,6 @@ from pathlib import Path
 from echelon.checkpoint import storage
 from echelon.checkpoint.commit import place_of, retire
 
-__all__ = ["numbered", "remove_oldest", "surplus"]
-
 _OLD = r"(?:\.old-[0-9a-f]{16})?"  # suffix after a crash between two renames
 
 

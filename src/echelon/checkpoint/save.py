@@ -37,8 +37,6 @@ from echelon.distributed.record.recorder import recorder_of_process
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
-__all__ = ["Content", "Gather", "Save", "SaveFailedError", "begin_save", "run_on_all_ranks", "save", "save_folder"]
-
 Gather = Callable[[bytes], list[bytes]]
 """All-gathers bytes. Returns every rank's bytes, in rank order."""
 

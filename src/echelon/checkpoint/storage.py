@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Kind", "opened", "read_file", "remove_tree"]
-
 Kind = Literal["file", "folder", "other"]
 
 

@@ -24,8 +24,6 @@ from echelon.checkpoint.tensor_file import header_of, stored_form, stored_tensor
 from echelon.compat.constants import SAFE_MODEL_NAME
 from echelon.distributed.small_messages import bytes_of
 
-__all__ = ["PRECISIONS", "StoredTensor", "Weights", "weights_in", "weights_of", "write_weights"]
-
 _BLOCK_BYTES = 16 << 20
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 PRECISIONS: Mapping[str, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}

@@ -27,22 +27,6 @@ from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.typed_json import from_bytes
 from echelon.distributed.small_messages import bytes_of
 
-__all__ = [
-    "FileFacts",
-    "Stored",
-    "checksum_of",
-    "header_of",
-    "itemsize",
-    "read_header",
-    "require_dtype",
-    "stored_form",
-    "stored_tensors",
-    "sync_file",
-    "torch_dtype",
-    "write_file",
-    "write_tensors",
-]
-
 BLOCK_BYTES = 4 << 20  # unit of reading, writing and hashing
 MAX_HEADER_BYTES = 100_000_000
 """Maximum header size that the safetensors library can read."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from echelon.checkpoint.read import Checkpoint
 
-__all__ = ["model_prefix", "rest_of_state", "state_keys", "state_name", "state_values"]
-
 
 def model_prefix(index: int) -> str:
     """Return the prefix that a model's tensor names have in a checkpoint."""

@@ -20,8 +20,6 @@ from echelon.base.errors import CheckpointError
 from echelon.checkpoint import storage
 from echelon.checkpoint.damage import damaged
 
-__all__ = ["MAX_DEPTH", "decode", "encode", "from_bytes", "read_json", "to_bytes"]
-
 MAX_DEPTH = 64
 """The maximum nesting of lists and dicts."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from echelon.checkpoint.listing import CheckpointEntry, Listing
     from echelon.checkpoint.read import Checkpoint
 
-__all__ = ["command"]
-
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

@@ -21,8 +21,6 @@ from echelon.config.speed_choices import speed_table
 from echelon.config.write import chosen, unknown_to_accelerate, write, write_basic_config
 from echelon.report.run_folder import find_run
 
-__all__ = ["command"]
-
 
 def _file_option(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return click.option("--config-file", metavar="PATH", help=text)

@@ -23,8 +23,6 @@ from echelon.launch.local.worker import ERROR_FILE
 from echelon.report.run_folder import find_run, read_run
 from echelon.status.stack_reporter import ANSWER_FILE
 
-__all__ = ["command"]
-
 
 @click.command("doctor", context_settings={"ignore_unknown_options": True})
 @click.argument(

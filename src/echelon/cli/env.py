@@ -42,8 +42,6 @@ from echelon.launch.environment import inherited, replaced_libraries
 from echelon.world.environment import detect
 from echelon.world.launch_variables import schedulers_and_notebooks
 
-__all__ = ["command", "system", "versions", "without_home"]
-
 Facts = dict[str, str]
 
 # Shown in addition to the packages that echelon and its extras require.

@@ -9,8 +9,6 @@ import click
 from echelon.base.messages.translation import translate
 from echelon.launch.job_token import default_token_file, find_token, make_token_file
 
-__all__ = ["command"]
-
 
 @click.command("token")
 @click.argument("path", required=False, type=click.Path(path_type=Path))

@@ -57,8 +57,6 @@ from echelon.status.run_files import DEFAULT_PARENT
 from echelon.status.stop_barrier import EXIT_CODE, SIGNALS
 from echelon.world.launch_variables import is_recording_off
 
-__all__ = ["command", "per_machine"]
-
 # Names of --num_processes that count accelerators.
 _OF_ACCELERATORS = re.compile("gpus|accelerators")
 _USAGE_ERROR = 2  # exit code of argparse and click

@@ -10,8 +10,6 @@ import click
 from echelon.cli import launch
 from echelon.cli.main import main
 
-__all__ = ["launch_command", "launch_command_parser"]
-
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return an argument parser for ``echelon launch``, for use with ``launch_command``.

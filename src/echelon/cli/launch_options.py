@@ -19,19 +19,6 @@ from echelon.config.resolve import Layer
 from echelon.config.schema import RunConfig, field_docs, field_types
 from echelon.config.sources import from_flags
 
-__all__ = [
-    "ARGV",
-    "COMMON",
-    "EXAMPLES",
-    "NUMBERS",
-    "OPTIONS",
-    "PROCESS_FLAGS",
-    "LaunchCommand",
-    "flag_entries",
-    "flag_layer",
-    "typed_flags",
-]
-
 NUMBERS = ("auto", "gpu", "cpu")
 """Values that ``--num_processes`` accepts besides a number, as in torchrun."""
 

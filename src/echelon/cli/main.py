@@ -18,8 +18,6 @@ from echelon.cli.help.click_errors import explain_click_error, unknown_command
 from echelon.cli.help.completion import words_normalized
 from echelon.cli.help.pages import PageContext, page_colour, with_pages
 
-__all__ = ["cli", "main"]
-
 # Name -> (module, help line). A module is imported when its command is used; `echelon --help` imports none of them.
 _COMMANDS = {
     "checkpoint": ("echelon.cli.checkpoint", "List, verify, show, merge, export and import checkpoints."),

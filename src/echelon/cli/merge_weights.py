@@ -6,8 +6,6 @@ import click
 
 from echelon.base.messages.translation import translate
 
-__all__ = ["command"]
-
 
 @click.command("merge-weights")
 @click.argument("checkpoint_directory")

@@ -18,8 +18,6 @@ from echelon.launch.local.slots import is_this_machine
 from echelon.launch.ssh.hostfile import Host, excluding, included, including, read_hostfile
 from echelon.launch.ssh.ssh_launcher import run_on_hosts
 
-__all__ = ["hosts_of", "run_on_other_machines"]
-
 # Flags that select machines. They are not passed on; each machine gets its rank instead.
 _REPLACED = frozenset(
     {"deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"}

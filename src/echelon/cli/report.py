@@ -12,8 +12,6 @@ from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_paths, complete_runs
 from echelon.report.run_folder import find_run, read_run
 
-__all__ = ["command"]
-
 
 @click.command("report")
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_runs)

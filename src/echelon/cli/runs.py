@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from echelon.report.comparison import ComparedFact
     from echelon.report.step_series import StepSeries
 
-__all__ = ["command"]
-
 
 @click.group("runs")
 def command() -> None:

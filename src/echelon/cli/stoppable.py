@@ -11,8 +11,6 @@ import click
 from echelon.base.messages.terminal import say
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
 
-__all__ = ["stoppable"]
-
 
 @contextmanager
 def stoppable(ctx: click.Context) -> Iterator[Interrupts]:

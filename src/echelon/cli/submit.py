@@ -19,8 +19,6 @@ from echelon.launch.schedulers.kubernetes import PodJob, objects, token_secret
 from echelon.launch.schedulers.slurm_script import BatchJob, batch_script
 from echelon.launch.script import Script, check
 
-__all__ = ["command"]
-
 _SETTINGS = {"allow_interspersed_args": False}  # all arguments after SCRIPT are passed to it
 
 

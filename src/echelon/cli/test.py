@@ -26,8 +26,6 @@ from echelon.launch.interrupts import Interrupts, end_launcher
 from echelon.testing.evidence import OWNED_FILE, CheckFinding, TestStart, read_findings, write_evidence
 from echelon.world.launch_variables import NO_RECORD_VARIABLE
 
-__all__ = ["command"]
-
 _PROGRAM = "echelon.testing.self_test"
 _CHECKS = ("world", "exact", "data", "restart", "bandwidth", "bitwise")
 _POLL_S = 0.05

@@ -26,8 +26,6 @@ if TYPE_CHECKING:  # they import numpy or torch
     from echelon.tune.candidates import Candidate, Skipped
     from echelon.tune.measure import TriedRun
 
-__all__ = ["command"]
-
 _LEAST_GAIN = 1.05
 """A setting that is less than 5 % faster is not recommended: runs differ by as much."""
 

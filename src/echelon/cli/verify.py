@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # these import torch
     from echelon.verify.command.run_layouts import LayoutRun, RunRequest
     from echelon.verify.command.verification import Verification, VerifyPlan
 
-__all__ = ["GROUPS", "command"]
-
 GROUPS = MappingProxyType(
     {
         "Layouts": ("procs", "engines"),

@@ -11,8 +11,6 @@ from echelon.cli.help.completion import complete_runs
 from echelon.report.live_run import LiveRun
 from echelon.report.run_folder import find_run
 
-__all__ = ["command"]
-
 _DRAW_EVERY_S = 0.5
 _PIPE_WIDTH = 120
 

@@ -6,8 +6,6 @@ import re
 
 from echelon.base.errors import UsageError
 
-__all__ = ["convert_file_size_to_int"]
-
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 

@@ -6,21 +6,6 @@ from enum import Enum, EnumMeta
 
 import torch
 
-__all__ = [
-    "BaseEnum",
-    "ComputeEnvironment",
-    "CustomDtype",
-    "DDPCommunicationHookType",
-    "DistributedType",
-    "DynamoBackend",
-    "EnumWithContains",
-    "FP8BackendType",
-    "LoggerType",
-    "PrecisionType",
-    "RNGType",
-    "SageMakerDistributedType",
-]
-
 
 class EnumWithContains(EnumMeta):
     """Makes ``in`` test for a value, as in ``"bf16" in PrecisionType``."""

@@ -21,20 +21,6 @@ from echelon.compat.probes import (
     is_xpu_available,
 )
 
-__all__ = [
-    "check_cuda_fp8_capability",
-    "check_cuda_p2p_ib_support",
-    "check_os_kernel",
-    "convert_bytes",
-    "get_current_device_type",
-    "get_driver_version",
-    "get_free_port",
-    "get_gpu_info",
-    "get_pretty_name",
-    "is_port_in_use",
-    "merge_dicts",
-]
-
 
 def get_current_device_type() -> tuple[str, str]:
     """Return the accelerator type and its ``DistributedType`` name; ``("cuda", "MULTI_GPU")`` if there is no accelerator."""

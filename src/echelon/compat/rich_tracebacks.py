@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["install"]
-
 
 def install(**options: Any) -> Any:
     """Display tracebacks with rich; options are passed to ``rich.traceback.install``."""

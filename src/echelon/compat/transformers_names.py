@@ -5,8 +5,6 @@ A subclass that defines one of these names expects the Trainer to use it (``trai
 
 from __future__ import annotations
 
-__all__ = ["ARGUMENTS_MEMBERS", "HANDLER_MEMBERS", "TRAINER_MEMBERS"]
-
 TRAINER_MEMBERS = frozenset(
     """
     _attn_mask_causal_checked _build_accelerator_args _clip_grad_norm _created_lr_scheduler

@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 from echelon.base.errors import UsageError
 
-__all__ = ["ALTERNATIVES", "TPU_ALTERNATIVE", "UnsupportedClass", "add_modules", "add_names"]
-
 TPU_ALTERNATIVE = (
     "train on CPUs or on accelerators that torch.accelerator supports (CUDA, ROCm, XPU, NPU, MPS), or implement an "
     "Engine for torch_xla and pass it as Accelerator(engine=MyEngine(...)) or, after registering it under the entry "

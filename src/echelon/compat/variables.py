@@ -12,18 +12,6 @@ from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import warn
 
-__all__ = [
-    "are_libraries_initialized",
-    "clear_environment",
-    "convert_dict_to_env_variables",
-    "get_int_from_env",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "patch_environment",
-    "purge_accelerate_environment",
-    "str_to_bool",
-]
-
 T = TypeVar("T")
 
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})

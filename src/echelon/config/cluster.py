@@ -13,8 +13,6 @@ from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
 from echelon.config.write import chosen, for_accelerate, write_mapping
 
-__all__ = ["ClusterConfig", "load_config_from_file"]
-
 
 @dataclass
 class ClusterConfig:

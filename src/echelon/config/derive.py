@@ -18,8 +18,6 @@ from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 
-__all__ = ["SHARDING", "check", "check_installed", "check_sections", "given", "section_in_use", "derive", "with_engine"]
-
 # Sharding settings that each engine accepts; the first is the default.
 _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -15,8 +15,6 @@ from echelon.base.errors import ConfigError
 if TYPE_CHECKING:
     from yaml import Node
 
-__all__ = ["DocumentEntry", "read"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentEntry:

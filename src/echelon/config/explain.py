@@ -12,8 +12,6 @@ from echelon.config.origin import Origin
 from echelon.config.resolve import Resolved, Shadowed
 from echelon.config.schema import RunConfig, field_names
 
-__all__ = ["differences", "overridden", "show", "show_changed", "show_json"]
-
 
 def show(resolved: Resolved[RunConfig]) -> str:
     """Return one line per setting: its name, value and origin, followed by the values that it overrides in parentheses."""

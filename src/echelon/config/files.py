@@ -15,8 +15,6 @@ from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Layer
 
-__all__ = ["PROJECT_FILE", "find_accelerator_request", "find_config_file", "from_file", "own_file"]
-
 PROJECT_FILE = "echelon.toml"
 
 # accelerate's `distributed_type` -> the field that it sets, or None.

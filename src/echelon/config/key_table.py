@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["BY_FIELD", "KEYS", "OTHER_VARIABLES", "SECTIONS", "USE", "Key", "own_variable"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:

@@ -14,15 +14,6 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import WROTE_VARIABLE
 
-__all__ = [
-    "configure_transformers",
-    "deepspeed_knows_rank",
-    "deepspeed_on",
-    "disable_fsdp_ram_efficient_loading",
-    "enable_fsdp_ram_efficient_loading",
-    "for_accelerate",
-]
-
 _SHARDED = "ACCELERATE_USE_FSDP"
 _EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 

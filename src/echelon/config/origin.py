@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["Origin", "Setting", "SettingSource"]
-
 
 class SettingSource(IntEnum):
     """Sources of settings, from lowest to highest precedence."""

@@ -11,8 +11,6 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig, coerce, field_types
 from echelon.config.sources import current
 
-__all__ = ["PluginArguments", "plugin_arguments"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginArguments:

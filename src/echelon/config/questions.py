@@ -8,8 +8,6 @@ from echelon.base.errors import ConfigError
 from echelon.base.messages.translation import translate
 from echelon.config.schema import RunConfig, coerce, field_types
 
-__all__ = ["ask_settings", "ask_yes_no"]
-
 
 def ask_settings() -> dict[str, Any]:
     """Ask all questions and return the non-default settings.

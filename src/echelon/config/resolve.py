@@ -12,8 +12,6 @@ from echelon.base.errors import ConfigError
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.schema import coerce, field_names, field_types
 
-__all__ = ["Layer", "Resolved", "Shadowed", "resolve"]
-
 T = TypeVar("T")
 Layer = Mapping[str, Setting]
 

@@ -11,8 +11,6 @@ from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Resolved, Shadowed, resolve
 from echelon.config.schema import RunConfig
 
-__all__ = ["RUN_FILE", "of_run", "to_run_file"]
-
 RUN_FILE = "config.json"
 
 

@@ -13,18 +13,6 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from echelon.base.errors import ConfigError
 
-__all__ = [
-    "DynamoBackendName",
-    "DynamoMode",
-    "Parity",
-    "Precision",
-    "RunConfig",
-    "coerce",
-    "field_docs",
-    "field_names",
-    "field_types",
-]
-
 Precision = Literal["no", "fp16", "bf16", "fp8"]
 DynamoBackendName = Literal[
     "no",

@@ -18,23 +18,6 @@ from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.schema import RunConfig, coerce, field_types
 
-__all__ = [
-    "CHOSEN_THREADS",
-    "CONFIG_VARIABLE",
-    "WROTE_VARIABLE",
-    "current",
-    "decode",
-    "encode",
-    "fingerprint",
-    "from_code",
-    "from_environment",
-    "from_flags",
-    "is_debug",
-    "refuse_misspelled",
-    "set_debug",
-    "without_effect",
-]
-
 CONFIG_VARIABLE = "ECHELON_CONFIG"
 
 CHOSEN_THREADS = "ECHELON_CHOSEN_THREADS"

@@ -9,8 +9,6 @@ from echelon.compat.variables import get_int_from_env, parse_flag_from_env
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.sources import CHOSEN_THREADS
 
-__all__ = ["LibraryVariable", "checkpoint_format", "library_flag", "library_variable", "log_level", "users_threads"]
-
 LibraryVariable = Literal[
     "CLEARML_PROJECT",
     "CLEARML_TASK",

@@ -17,16 +17,6 @@ from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
 from echelon.config.resolve import Resolved
 from echelon.config.schema import Precision, RunConfig
 
-__all__ = [
-    "chosen",
-    "default_config_file",
-    "for_accelerate",
-    "unknown_to_accelerate",
-    "write",
-    "write_basic_config",
-    "write_mapping",
-]
-
 default_config_file = str(own_file())
 """Default path of ``write_basic_config``, determined when this module is imported."""
 

@@ -14,8 +14,6 @@ from echelon.data.exact.exact_batches import ExactOptions
 from echelon.data.global_batch_slices import Contribution, PassPlan
 from echelon.distributed.checks.ungathered_metrics import UngatheredMetricsCheck
 
-__all__ = ["PassTracker", "PassDriver", "LoaderOptions", "PassFacts", "ActiveLoaders"]
-
 Loader = TypeVar("Loader", bound=DataLoader[Any])
 """Stands for ``PreparedLoader``; a type variable avoids an import cycle."""
 

@@ -10,16 +10,6 @@ import torch
 from echelon.base.errors import UsageError
 from echelon.distributed.tree import contents, describe, is_record, leaves, map_items, rebuild_like
 
-__all__ = [
-    "agreed_num_samples",
-    "is_column",
-    "join_batches",
-    "num_samples",
-    "require_divisible",
-    "require_rows_per_sample",
-    "slice_batch",
-]
-
 # A column is a tensor, or a list with one item per sample (strings, numbers, dicts without tensors). Other lists, tuples,
 # dicts and dataclasses hold columns. Any other value (None, a flag, a name) belongs to the batch as a whole.
 

@@ -13,17 +13,6 @@ from echelon.data.exact.exact_batches import ExactOptions
 from echelon.data.sharding.sample_order import SeedableRandomSampler
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, are_of_different_data, column_fingerprints
 
-__all__ = [
-    "DataChange",
-    "DataFacts",
-    "changes_between",
-    "facts_of_data",
-    "is_of_evaluation",
-    "known_length",
-    "moved_position",
-    "is_within_training_pass",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:

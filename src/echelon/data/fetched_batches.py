@@ -12,8 +12,6 @@ import torch
 
 from echelon.data.global_batch_slices import Contribution
 
-__all__ = ["FetchedBatch", "FetchedBatches"]
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FetchedBatch:

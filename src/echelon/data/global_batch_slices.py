@@ -8,17 +8,6 @@ from typing import TypeVar
 
 from echelon.distributed.division import slice_range
 
-__all__ = [
-    "Contribution",
-    "LastStep",
-    "PassPlan",
-    "canonical_contributions",
-    "contributions",
-    "join_small_batches",
-    "num_micro_steps",
-    "shards_of",
-]
-
 T = TypeVar("T")
 
 

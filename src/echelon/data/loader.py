@@ -31,8 +31,6 @@ from echelon.status.board import Phase
 from echelon.status.notes import note_phase
 from echelon.world.world import World
 
-__all__ = ["DispatchedLoader", "PreparedLoader"]
-
 
 class PreparedLoader(DataLoader[Any]):
     """A DataLoader whose batches come from ``position.source``. Other attributes are forwarded to the user's loader.

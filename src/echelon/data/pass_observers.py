@@ -15,8 +15,6 @@ from echelon.distributed.structure import ignorant_find_batch_size
 from echelon.status.board import Phase, StepPart
 from echelon.status.notes import Notes, notes_of_process
 
-__all__ = ["observers_of_pass"]
-
 # Looking up a member of an enum takes a tenth of a microsecond.
 _DATA, _TRAIN, _EVALUATE, _FORWARD = Phase.DATA, Phase.TRAIN, Phase.EVALUATE, StepPart.FORWARD
 

@@ -20,8 +20,6 @@ from echelon.data.rng.host_rng import HostDraws, OtherDraws
 from echelon.data.sharding.batch_source import BatchSource, Steps
 from echelon.world.world import World
 
-__all__ = ["END", "BatchPosition", "PassPosition", "SamplePosition"]
-
 END: Any = object()
 """Marks the end of a pass."""
 

@@ -35,8 +35,6 @@ from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.checks.loader_agreement import LoaderAgreement, agree_on_loader
 from echelon.world.world import World
 
-__all__ = ["prepare_loader"]
-
 
 def prepare_loader(
     loader: DataLoader[Any],

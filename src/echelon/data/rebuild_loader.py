@@ -13,8 +13,6 @@ from echelon.base.errors import UsageError
 from echelon.base.optional import require
 from echelon.distributed.shard import options_of
 
-__all__ = ["FollowedBatches", "copy_loader", "has_own_reading", "stateful_loader"]
-
 
 def has_own_reading(loader: DataLoader[Any]) -> bool:
     """Return whether the loader's class has an ``__iter__`` of its own, which may change what it reads."""

@@ -21,8 +21,6 @@ from echelon.distributed.small_messages import gather_bytes, gather_counts
 from echelon.distributed.tree import rebuild_like
 from echelon.world.world import World
 
-__all__ = ["share_dataset"]
-
 T = TypeVar("T")
 
 _ALIGNMENT = 64

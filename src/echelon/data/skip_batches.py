@@ -12,8 +12,6 @@ from echelon.data.rebuild_loader import copy_loader, has_own_reading, stateful_l
 from echelon.distributed.checks.already_sharded import set_epoch
 from echelon.distributed.shard import options_of
 
-__all__ = ["SkipBatchSampler", "SkipDataLoader", "skip_in_plain_loader"]
-
 
 class SkipBatchSampler(BatchSampler):
     """A batch sampler that skips the first ``skip_batches`` batches of another batch sampler.

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-__all__ = ["WholeBatches", "already_collated", "read_whole_batches"]
-
 _INTEGERS = {int}
 
 

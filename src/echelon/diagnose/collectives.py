@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["CollectiveCall", "Divergence", "History", "first_divergence", "read_history"]
-
 # Sizes may differ between ranks, so only the kind is compared.
 _UNLIKE_SIZES = frozenset(
     {"gather", "scatter", "all_to_all", "all_to_allv", "all_to_all_single", "alltoall", "alltoall_base"}

@@ -9,8 +9,6 @@ from typing import Any
 
 from echelon.status.board import Mark, StepPart, Times
 
-__all__ = ["ITEMS", "Attempt", "TimeBreakdown", "RankTimes", "break_down_time", "goodput_of", "spent_in"]
-
 _ITEM_OF = MappingProxyType(
     {
         StepPart.DATA: "data wait",

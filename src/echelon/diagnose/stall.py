@@ -12,19 +12,6 @@ from echelon.diagnose.collectives import Divergence, History, first_divergence
 from echelon.status.board import Doing, Phase, StatusNote, StepPart, Times, Watch
 from echelon.status.call_site import CallSite, is_user_file
 
-__all__ = [
-    "LONG_FACTOR",
-    "Answer",
-    "Class",
-    "RankView",
-    "Stall",
-    "StallClock",
-    "diagnose",
-    "disagreement",
-    "format_duration",
-    "name_ranks",
-]
-
 _SILENT_S = 10.0
 """Heartbeat age in seconds after which a running rank counts as blocked by native code."""
 _BUSY = 0.1

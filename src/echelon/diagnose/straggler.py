@@ -9,8 +9,6 @@ from typing import Any
 
 from echelon.status.board import StepPart
 
-__all__ = ["StepTimeSpread", "Steps", "steps_of"]
-
 _OWN = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER, StepPart.OTHER)
 _MIN_STEPS = 20
 _MIN_WAIT = 0.1

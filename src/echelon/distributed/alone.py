@@ -8,8 +8,6 @@ from contextvars import ContextVar
 
 import torch.distributed as dist
 
-__all__ = ["alone", "is_alone", "is_awaited", "while_others_wait"]
-
 _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 _AWAITED: ContextVar[bool] = ContextVar("awaited", default=False)
 

@@ -17,17 +17,6 @@ from echelon.distributed.tree import describe, leaves, map_tensors
 from echelon.distributed.uncompiled import uncompiled
 from echelon.status.notes import communicating, notes_of_process
 
-__all__ = [
-    "broadcast",
-    "broadcast_object_list",
-    "check_same",
-    "gather",
-    "gather_object",
-    "mean_over_ranks",
-    "pad_across_processes",
-    "reduce",
-]
-
 # Without a process group every function here behaves as on one rank, so that a script also runs under plain python.
 # Data is sent as bytes, because gloo and nccl each lack some dtypes (bool, int16, float8, complex).
 

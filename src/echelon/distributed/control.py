@@ -23,8 +23,6 @@ from echelon.status.notes import slow, waiting
 from echelon.world.environment import detect
 from echelon.world.group import DEFAULT_TIMEOUT
 
-__all__ = ["agree", "barrier", "raise_on_all_ranks", "main_first", "rank_zero_only"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["real_sizes", "share_sizes", "slice_range"]
-
 
 def slice_range(samples: range, *, num_parts: int, part: int) -> range:
     """Return slice ``part`` of ``samples`` split into ``num_parts``. In an uneven split, the first slices are longer by one."""

@@ -20,8 +20,6 @@ from echelon.distributed.stores import common_store, control_store, store_of
 from echelon.status.call_site import current_call_site
 from echelon.status.notes import waiting
 
-__all__ = ["is_passed_by", "monitored_barrier", "note_wait"]
-
 _logger = get_logger(__name__)
 PATIENCE = timedelta(seconds=0.5)
 """How long to wait before asking the other ranks for their positions."""

@@ -17,20 +17,6 @@ from echelon.distributed.alone import is_alone
 from echelon.distributed.structure import recursively_apply
 from echelon.distributed.tree import describe, leaves, map_tensors
 
-__all__ = [
-    "CannotPadNestedTensorWarning",
-    "DistributedOperationException",
-    "broadcast",
-    "broadcast_object_list",
-    "chained_operation",
-    "copy_tensor_to_devices",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "verify_operation",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -25,8 +25,6 @@ from echelon.base.logging import get_logger
 from echelon.distributed.stores import base_store, common_store, store_of
 from echelon.status.call_site import call_site_of_thread
 
-__all__ = ["WatchedGroups", "Watcher", "groups_of_process", "count_collectives", "responder_store"]
-
 WatchedGroups: TypeAlias = Mapping[str, tuple[dist.ProcessGroup, torch.device]]
 """Process groups and their devices, by a key that is the same on every rank of the group."""
 

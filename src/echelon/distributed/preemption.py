@@ -37,8 +37,6 @@ from echelon.status.stop_barrier import (
 )
 from echelon.world.launch_variables import board_slot
 
-__all__ = ["Preempted", "member_of_launch", "on_signals", "should_stop"]
-
 _GRACE_S = 25.0  # Kubernetes, Slurm and torchrun kill 30 s after SIGTERM
 _POLL_S = 0.005
 _STORE_LIMIT_S = 5.0  # how long the end waits for a call to a store that does not answer

@@ -23,8 +23,6 @@ from echelon.world.environment import LaunchEnvironment, check_rank, detect
 from echelon.world.group import DEFAULT_TIMEOUT, close_group, open_group
 from echelon.world.world import World, world_of
 
-__all__ = ["cleanup", "process_group", "setup"]
-
 
 def setup(
     rank: int | None = None,

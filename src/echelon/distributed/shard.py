@@ -33,8 +33,6 @@ from echelon.distributed.division import slice_range
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.structure import ignorant_find_batch_size
 
-__all__ = ["METRICS", "ShardedBatchSampler", "ShardedLoader", "options_of", "shard"]
-
 logger = get_logger(__name__)
 METRICS: Final = UngatheredMetricsCheck(
     'use total = echelon.distributed.reduce(total, "sum") after the loop, or gather() in it'

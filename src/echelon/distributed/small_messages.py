@@ -9,18 +9,6 @@ import xxhash
 from echelon.base.errors import UsageError
 from echelon.distributed.alone import is_alone
 
-__all__ = [
-    "backends_of",
-    "broadcast_bytes",
-    "bytes_of",
-    "fingerprint",
-    "gather_bytes",
-    "gather_counts",
-    "host_wire",
-    "ranks_of",
-    "wire_device",
-]
-
 _HEAD = 256  # bytes of the first message; a longer payload needs a second one
 
 

@@ -9,8 +9,6 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-__all__ = ["base_store", "common_store", "control_store", "exchange_once", "is_first", "store_of"]
-
 _CAN_CLONE = hasattr(dist.Store, "clone")
 
 

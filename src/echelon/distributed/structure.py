@@ -15,31 +15,6 @@ from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsTo
 from echelon.distributed.tree import contents, describe, is_record, leaves, map_items, map_tensors, rebuild_like
 
-__all__ = [
-    "ConvertOutputsToFp32",
-    "GatheredParameters",
-    "TensorInformation",
-    "concatenate",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "find_batch_size",
-    "find_device",
-    "get_data_structure",
-    "get_shape",
-    "honor_type",
-    "ignorant_find_batch_size",
-    "initialize_tensors",
-    "is_namedtuple",
-    "is_tensor_information",
-    "is_torch_tensor",
-    "listify",
-    "pad_input_tensors",
-    "recursively_apply",
-    "send_batch_to_device",
-    "send_to_device",
-    "slice_tensors",
-]
-
 
 @dataclass
 class TensorInformation:

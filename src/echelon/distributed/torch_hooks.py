@@ -16,15 +16,6 @@ from torch.optim import Optimizer, optimizer as torch_optimizer
 
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = [
-    "Closure",
-    "is_in_backward",
-    "owners_of_step_hooks",
-    "watch_calls",
-    "watch_module_changes",
-    "watch_optimizer_steps",
-]
-
 Closure = Callable[[], Any]
 Owner = TypeVar("Owner")
 

@@ -19,8 +19,6 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 
-__all__ = ["contents", "describe", "is_record", "leaves", "map_items", "map_tensors", "rebuild_like"]
-
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], data: Any) -> Any:
     """Return ``data`` with each tensor replaced by ``fn(tensor)``; other leaves and container types are kept.

@@ -10,8 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._C._dynamo import eval_frame
 
-__all__ = ["uncompiled", "uncompiled_generator", "uncompiled_methods"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 P = ParamSpec("P")

@@ -20,8 +20,6 @@ from echelon.world.world import World
 if TYPE_CHECKING:
     from echelon.engines.pipeline_parallel.pipeline import PipelineStages  # slow to import
 
-__all__ = ["Engine", "LocalGradient", "Prepared"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:

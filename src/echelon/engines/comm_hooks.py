@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["register_comm_hook"]
-
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 

@@ -28,8 +28,6 @@ from echelon.engines.single import SingleEngine
 from echelon.engines.stepper import zero_backward
 from echelon.world.world import World
 
-__all__ = ["DDPEngine"]
-
 _CAPABILITIES = Capabilities(name="ddp", replicates=True, sums_shards=True)
 
 

@@ -17,8 +17,6 @@ from echelon.engines.bitwise.tree_sum import ShardedUpdate
 if TYPE_CHECKING:
     from echelon.engines.pipeline_parallel.pipeline import PipelineStages
 
-__all__ = ["DelegatingEngine"]
-
 
 class DelegatingEngine(Engine):
     """Forwards every member of the interface to ``inner``. Subclasses override the members that differ."""

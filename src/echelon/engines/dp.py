@@ -26,8 +26,6 @@ from echelon.engines.single import SingleEngine
 from echelon.precision.policy import rebind_forward
 from echelon.world.world import World
 
-__all__ = ["DPEngine"]
-
 _CAPABILITIES = Capabilities(name="dp", replicates=False)
 
 

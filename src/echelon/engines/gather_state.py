@@ -16,8 +16,6 @@ import torch.distributed as dist
 from echelon.base.errors import UsageError
 from echelon.distributed.small_messages import bytes_of, gather_bytes, host_wire
 
-__all__ = ["gather_state"]
-
 Key = TypeVar("Key", int, str)
 
 

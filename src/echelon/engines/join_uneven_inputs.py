@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.distributed.small_messages import broadcast_bytes, gather_counts
 from echelon.engines.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["join_sharded"]
-
 _JOINED = -1
 
 

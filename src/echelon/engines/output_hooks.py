@@ -19,14 +19,6 @@ from echelon.base.errors import UsageError
 from echelon.distributed.tree import contents, leaves, map_tensors
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = [
-    "OutputFlattener",
-    "ZeroOutputGradients",
-    "flatten_outputs_for_hooks",
-    "output_tensors",
-    "replace_output_tensors",
-]
-
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _NOTHING: Any = object()
 

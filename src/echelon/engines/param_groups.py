@@ -15,20 +15,6 @@ from echelon.base.sharded import is_fsdp_module
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule  # slow to import
 
-__all__ = [
-    "clear_unreduced_gradients",
-    "fsdp_groups",
-    "fsdp_params",
-    "has_unreduced_gradients",
-    "reduce_accumulated_gradients",
-    "reduce_once",
-    "require_one_dtype",
-    "reshard",
-    "reshard_after_evaluation",
-    "sharded_parameters",
-    "unsharded_parameters",
-]
-
 
 def fsdp_groups(root: Any) -> list[Any]:
     """Return torch's parameter groups in ``root`` and its submodules. torch 2.7 has one per module, later versions a list."""

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankNumbers", "own_random_numbers", "restore_states", "save_states", "share_states"]
-
 
 def save_states(device: torch.device) -> list[torch.Tensor]:
     """Return the RNG states of the CPU and, if it is another one, of ``device``."""

@@ -10,8 +10,6 @@ from echelon.base.errors import ConfigError
 from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.engines.base import Engine
 
-__all__ = ["BY_DEEPSPEED", "ENGINES", "GROUPLESS", "ON_ALL_DEVICES", "SHARDING", "default_engine", "load_engine"]
-
 ENGINES = {
     "single": "echelon.engines.single:SingleEngine",
     "dp": "echelon.engines.dp:DPEngine",

@@ -18,8 +18,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["ShardedOptimizer"]
-
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """Each rank steps its part of the parameters with a copy of ``optimizer`` and broadcasts the results.

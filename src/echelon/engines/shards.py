@@ -12,17 +12,6 @@ from echelon.base.sharded import is_dtensor, local_shape_and_offset
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "address_of",
-    "describe_shard",
-    "gather_full",
-    "local_as",
-    "local_slices",
-    "local_tensors",
-    "restore_shard",
-    "shard_like",
-]
-
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
     """Return, for each dimension, the slice of the full tensor that this rank holds."""

@@ -19,8 +19,6 @@ from echelon.engines.state_dicts import collect_named_state, load_named_state, p
 from echelon.engines.stepper import Stepper, multiply_gradients, zero_backward
 from echelon.world.world import World
 
-__all__ = ["SingleEngine"]
-
 _CAPABILITIES = Capabilities(name="single", replicates=False, sums_shards=True)
 
 

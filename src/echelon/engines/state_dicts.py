@@ -9,15 +9,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = [
-    "collect_named_state",
-    "load_named_state",
-    "load_plain_state_dict",
-    "plain_name",
-    "plain_parameters",
-    "plain_state_dict",
-]
-
 _COMPILED = "_orig_mod."
 
 

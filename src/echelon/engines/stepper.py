@@ -16,15 +16,6 @@ from torch.optim import Optimizer
 from echelon.base.errors import UsageError
 from echelon.engines.shards import local_tensors
 
-__all__ = [
-    "Stepper",
-    "drop_scheduler_groups",
-    "multiply_gradients",
-    "repoint_scheduler",
-    "require_graph",
-    "zero_backward",
-]
-
 
 class Stepper:
     """Performs optimizer steps with an optional ``torch.amp.GradScaler``, and reports skipped steps.

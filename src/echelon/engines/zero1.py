@@ -26,8 +26,6 @@ from echelon.engines.state_dicts import plain_parameters
 from echelon.engines.stepper import repoint_scheduler
 from echelon.world.world import World
 
-__all__ = ["Zero1Engine"]
-
 _CAPABILITIES = Capabilities(name="zero1", replicates=True, shards_optimizer_state=True, sums_shards=True)
 
 

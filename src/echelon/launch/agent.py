@@ -31,8 +31,6 @@ from echelon.world.launch_variables import BOARD_VARIABLE, NO_RECORD_VARIABLE, R
 if TYPE_CHECKING:
     from echelon.launch.multinode.connections import Tunnel
 
-__all__ = ["Job", "run_job"]
-
 # Modules that the warm server imports. The first optimizer imports torch._dynamo, which takes as long as importing torch.
 _TORCH_MODULES = ("torch", "torch.distributed", "torch._dynamo")
 # Imported for programs that use echelon, which are those that write notes on the board.

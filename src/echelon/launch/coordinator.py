@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from echelon.launch.multinode.connections import ConnectionListener
     from echelon.launch.multinode.machines import MultinodePlan
 
-__all__ = ["Coordinator", "joined_run"]
-
 _TICK_S = 0.02
 _MISSING_AFTER_S = 20.0
 _JOINERS_WAIT_S = 2.0

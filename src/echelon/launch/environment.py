@@ -12,15 +12,6 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import CHOSEN_THREADS, CONFIG_VARIABLE, encode
 
-__all__ = [
-    "LOOPBACK_INTERFACE",
-    "inherited",
-    "interface_variables",
-    "is_of_rank",
-    "rank_variables",
-    "replaced_libraries",
-]
-
 _OF_A_RANK = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "NODE_RANK")
 )

@@ -21,8 +21,6 @@ from echelon.launch.node import Then
 from echelon.launch.supervisor import Supervisor
 from echelon.status.stop_barrier import BarrierCoordinator
 
-__all__ = ["ANSWER_S", "Generation", "NodeMember", "RendezvousStore"]
-
 T = TypeVar("T")
 
 ANSWER_S = 5.0

@@ -10,8 +10,6 @@ from types import FrameType
 
 from echelon.status.stop_barrier import SIGNALS
 
-__all__ = ["Interrupted", "Interrupts", "end_launcher", "handle_signals"]
-
 _SIGNALS = (signal.SIGINT, *SIGNALS, *((signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()))
 
 

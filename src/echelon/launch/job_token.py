@@ -10,8 +10,6 @@ from pathlib import Path
 from echelon.base import environ
 from echelon.base.errors import ConfigError
 
-__all__ = ["TOKEN_FILE_VARIABLE", "TOKEN_VARIABLE", "default_token_file", "find_token", "make_token_file"]
-
 TOKEN_VARIABLE = "ECHELON_TOKEN"
 TOKEN_FILE_VARIABLE = "ECHELON_TOKEN_FILE"
 _MIN_CHARACTERS = 16

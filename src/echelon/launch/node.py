@@ -32,8 +32,6 @@ from echelon.launch.supervisor import StallRules
 from echelon.status.board import Board
 from echelon.status.run_recorder import RunRecorder
 
-__all__ = ["AttemptRanks", "GenerationResult", "Node", "NodeGeneration", "RunOver", "RunRules", "Then"]
-
 Then: TypeAlias = Literal["done", "restart", "stop", "preempted", "lost"]
 """What follows a generation. ``lost`` means that this node has lost the coordinator and is trying to rejoin."""
 

@@ -20,8 +20,6 @@ from echelon.launch.interrupts import Interrupts
 from echelon.status.board import Board, StatusNote
 from echelon.status.stop_barrier import EXIT_CODE, SIGNALS, RankState, state_of
 
-__all__ = ["PreemptionRequest", "report_preempted", "stop_barrier_timeout"]
-
 
 @final
 class PreemptionRequest:

@@ -15,8 +15,6 @@ from typing import Literal
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["Script", "check"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:

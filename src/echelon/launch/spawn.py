@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
     from echelon.world.group import LoopbackStore
 
-__all__ = ["SpawnContext", "debug_launcher", "notebook_launcher", "spawn"]
-
 # This layer must be importable without torch, which is imported inside the functions.
 
 _StartMethod = Literal["spawn", "fork", "forkserver"]

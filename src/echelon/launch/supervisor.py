@@ -15,8 +15,6 @@ from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
 from echelon.diagnose.stall import LONG_FACTOR, Answer, Class, RankView, Stall, StallClock, diagnose, name_ranks
 
-__all__ = ["STALLED", "OnStall", "Ranks", "StallRules", "Supervisor"]
-
 STALLED = 124
 """Exit code of a run that is stopped because it stalled; timeout(1) uses the same code."""
 

@@ -8,8 +8,6 @@ import sys
 from types import FunctionType
 from typing import Any
 
-__all__ = ["unpicklable_part"]
-
 _DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _SENT = ("dataset", "collate_fn", "worker_init_fn", "generator")  # attributes that torch sends to each worker
 _MAX_DEPTH = 6

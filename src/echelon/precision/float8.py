@@ -14,15 +14,6 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.optional import require
 from echelon.base.warnings import warn
 
-__all__ = [
-    "check_fp8_device",
-    "convert_model_to_fp8_ao",
-    "filter_first_and_last_linear_layers",
-    "filter_linear_layers",
-    "find_first_last_linear_layers",
-    "has_ao_layers",
-]
-
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
     """Return the names of the first and last ``Linear`` in ``model``, or ``(None, None)`` if it has none."""

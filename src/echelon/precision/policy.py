@@ -16,8 +16,6 @@ from echelon.base.warnings import warn
 from echelon.config.schema import Precision
 from echelon.distributed.tree import contents, leaves, map_tensors
 
-__all__ = ["PrecisionPolicy"]
-
 # Layers that are not converted to fp8 (norms, the first and last layer) run in bf16.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 

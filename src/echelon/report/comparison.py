@@ -19,23 +19,6 @@ from echelon.diagnose.goodput import goodput_of
 from echelon.report.run_folder import RecordedRun
 from echelon.report.step_series import StepSeries
 
-__all__ = [
-    "NO_GOODPUT",
-    "UNKNOWN",
-    "ComparedFact",
-    "command_line",
-    "commit",
-    "compare_runs",
-    "describe_run",
-    "duration_s",
-    "format_duration",
-    "format_time",
-    "last_metrics",
-    "results",
-    "settings_of",
-    "steps_text",
-]
-
 UNKNOWN = "-"
 NO_GOODPUT = "not measured (no training loop recorded)"
 

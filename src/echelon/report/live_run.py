@@ -21,8 +21,6 @@ from echelon.status.run_files import EVENTS_FILE, INFO_FILE, METRICS_FILE
 from echelon.status.step_records import StepFile, read_step_file
 from echelon.status.strict_json import loads
 
-__all__ = ["LiveRun", "Snapshot"]
-
 _NUM_LOSSES = 240
 _NUM_LAST = 64
 _MAX_EVENTS = 4

@@ -13,8 +13,6 @@ from typing import Any
 
 from echelon.base.messages.translation import language, translate, translated_template
 
-__all__ = ["asset", "page_texts", "render_page"]
-
 
 def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
     """Return the page as HTML.

@@ -30,8 +30,6 @@ from echelon.report.comparison import (
 from echelon.report.run_folder import RecordedRun
 from echelon.report.step_series import MAX_POINTS, Spread, StepSeries, step_series
 
-__all__ = ["page_data"]
-
 _MAX_MARKERS = 300
 """Largest number of checkpoints, and of other events, on the time line."""
 _RECORDED_TWICE = frozenset({"loss", "learning_rate", "lr", "grad_norm"})

@@ -16,8 +16,6 @@ from echelon.diagnose.stall import RankView, name_ranks
 from echelon.diagnose.straggler import steps_of
 from echelon.status.board import Doing, Phase, Times
 
-__all__ = ["Difference", "RankRow", "RankSample", "RowTracker", "at_place", "fold_rows", "sparkline"]
-
 _SILENT_S = 3.0
 """Age of a heartbeat in seconds from which it counts as missing. A reporter writes one every half second."""
 _STILL_S = 1.0

@@ -17,8 +17,6 @@ from echelon.base.errors import UsageError
 from echelon.config.run_record import RUN_FILE as CONFIG_FILE
 from echelon.status.run_files import DEFAULT_PARENT, EVENTS_FILE, INFO_FILE, METRICS_FILE, read_info, read_lines
 
-__all__ = ["RecordedRun", "find_run", "read_run", "runs_below"]
-
 _GOODPUT_FILE = "goodput.jsonl"
 _STEPS = re.compile(r"rank_(\d+)\.steps")
 

@@ -14,8 +14,6 @@ from echelon.report.run_folder import RecordedRun
 from echelon.status.board import StepPart
 from echelon.status.step_records import read_step_bytes, read_step_file
 
-__all__ = ["MAX_POINTS", "RECORD_TYPE", "WHOLE_STEP", "Spread", "StepSeries", "last_step", "step_series"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

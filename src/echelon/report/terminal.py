@@ -16,8 +16,6 @@ from echelon.base.printable import printable
 from echelon.report.live_run import Snapshot
 from echelon.report.rank_rows import Difference, RankRow, at_place, fold_rows, sparkline
 
-__all__ = ["draw"]
-
 _STYLES = MappingProxyType(
     {
         Difference.STOPPED: "bold red",

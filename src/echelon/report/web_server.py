@@ -23,8 +23,6 @@ from echelon.report.page import asset, render_page
 from echelon.report.page_data import page_data
 from echelon.report.run_folder import read_run
 
-__all__ = ["WebServer", "serve"]
-
 _ADDRESS = "127.0.0.1"
 _HOSTS = frozenset({"127.0.0.1", "localhost"})
 _TIMEOUT_S = 10

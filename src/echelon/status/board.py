@@ -28,8 +28,6 @@ from contextlib import suppress
 from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
-__all__ = ["Board", "BoardReader", "Doing", "Mark", "StatusNote", "StepPart", "Phase", "Slot", "Times", "Watch"]
-
 _MAGIC, _VERSION = b"ECHBOARD", 3
 _HEADER = struct.Struct("<8sIII")
 _HEADER_BYTES = 64

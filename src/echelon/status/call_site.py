@@ -10,8 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["CallSite", "StackSummary", "call_site_of_thread", "current_call_site", "is_user_file", "summarize_stack"]
-
 _OWN_PATHS = (str(Path(__file__).resolve().parent.parent), str(Path(json.__file__).parent.parent), "<frozen")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 # Autograd also calls communicating code, partly from native code.

@@ -14,8 +14,6 @@ import sys
 import threading
 import time
 
-__all__ = ["wait_for_idle_threads"]
-
 _TASKS = "/proc/self/task"
 _PAUSE_S = 0.001
 _PAUSE_WITHOUT_PROC_S = 0.05

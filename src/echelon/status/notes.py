@@ -15,18 +15,6 @@ from echelon.status.board import Mark, Phase, Slot, StatusNote, StepPart, Times
 from echelon.status.call_site import is_user_file
 from echelon.world.launch_variables import board_slot, is_recording_off
 
-__all__ = [
-    "Notes",
-    "communicating",
-    "note_loaded",
-    "note_phase",
-    "notes_of_process",
-    "saving",
-    "slow",
-    "waiting",
-    "within",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ from typing import Any, final
 from echelon._version import __version__
 from echelon.base.cores import usable_cores
 
-__all__ = ["GitQuery", "machine_facts", "mask_secrets", "package_versions", "process_start_ns"]
-
 _PACKAGES = (
     "torch",
     "numpy",

@@ -17,18 +17,6 @@ from typing import Any
 
 from echelon.status import strict_json
 
-__all__ = [
-    "DEFAULT_PARENT",
-    "EVENTS_FILE",
-    "INFO_FILE",
-    "METRICS_FILE",
-    "append_line",
-    "read_info",
-    "read_lines",
-    "steps_path",
-    "write_info",
-]
-
 DEFAULT_PARENT = "echelon-runs"
 """Folder, in the current one, for the folders of runs that have no ``--log_dir``."""
 INFO_FILE = "run.json"

@@ -16,8 +16,6 @@ from echelon.base.messages.terminal import say
 from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, package_versions
 from echelon.status.run_files import EVENTS_FILE, append_line, write_info
 
-__all__ = ["EventKind", "RunOutcome", "RunRecorder", "new_folder", "run_name"]
-
 EventKind: TypeAlias = Literal["start", "restart", "failure", "stall", "straggler", "preemption", "end"]
 RunOutcome: TypeAlias = Literal["succeeded", "failed", "preempted", "interrupted"]
 

@@ -18,8 +18,6 @@ import traceback
 from types import FrameType, ModuleType
 from typing import IO, Any
 
-__all__ = ["ABORT_FILE", "ANSWER_FILE", "DUMP_SIGNAL", "Reporter"]
-
 ANSWER_FILE = "stacks_{}.json"
 """File in the rank's folder; the placeholder is the number of the request."""
 

@@ -25,15 +25,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-__all__ = [
-    "FIRST_RECORDS",
-    "MAX_RECORDS",
-    "StepFile",
-    "StepRecord",
-    "StepRecorder",
-    "read_step_file",
-]
-
 MAX_RECORDS = 1 << 17
 """Largest number of records in a file, about 17 MB."""
 FIRST_RECORDS = 480

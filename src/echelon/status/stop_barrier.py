@@ -31,23 +31,6 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol, TypeAlias, final
 
-__all__ = [
-    "EXIT_CODE",
-    "SIGNALS",
-    "BarrierCoordinator",
-    "SharedCommands",
-    "BarrierMember",
-    "StopCommand",
-    "BarrierOutcome",
-    "CommandSlot",
-    "RankState",
-    "all_stopped",
-    "boundary_protocol",
-    "command_word",
-    "first_unpassed_boundary",
-    "state_of",
-]
-
 SIGNALS = (signal.SIGTERM, *((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()))
 """Signals that request a run to save and exit."""
 

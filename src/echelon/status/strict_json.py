@@ -9,8 +9,6 @@ import json
 import math
 from typing import Any
 
-__all__ = ["decode", "dumps", "encode", "loads"]
-
 _KEY = "float"
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 

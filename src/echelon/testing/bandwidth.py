@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from echelon.base.errors import DesyncError
 
-__all__ = ["COLLECTIVES", "CollectiveBenchmark", "Measured", "measure"]
-
 _MAX_CALLS = 100
 # The functions have other names before torch 2.13.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor

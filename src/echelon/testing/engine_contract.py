@@ -36,8 +36,6 @@ from echelon.distributed.operations import broadcast_object_list
 from echelon.testing.model_outputs import OUTPUT_KINDS, PlainObject, Returning, items_of
 from echelon.world.world import World
 
-__all__ = ["CHECKS", "Check", "Open"]
-
 Open = Callable[..., Accelerator]
 """Creates an Accelerator for the engine with the given keyword arguments."""
 Check = Callable[[Open], None]

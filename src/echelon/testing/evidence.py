@@ -10,16 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "OWNED_FILE",
-    "WEIGHTS_FILE",
-    "TestStart",
-    "CheckFinding",
-    "EvidenceWriter",
-    "read_findings",
-    "write_evidence",
-]
-
 WEIGHTS_FILE = "weights.json"
 """Name of the file with the final weights' digests, for comparison in a later attempt."""
 OWNED_FILE = "owned"

@@ -15,8 +15,6 @@ from echelon.distributed.setup import cleanup, setup
 from echelon.world.launch_variables import network_interface
 from echelon.world.world import World
 
-__all__ = ["main"]
-
 _SMALL_CALLS = 50
 _LARGE_BYTES = 16 << 20
 _LARGE_CALLS = 5

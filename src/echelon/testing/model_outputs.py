@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["OUTPUT_KINDS", "OutputNote", "PlainObject", "Returning", "items_of"]
-
 # Each output has, in this order: logits; hidden, a pair of tensors that no loss uses; note, a non-tensor; missing, None.
 
 

@@ -38,8 +38,6 @@ from echelon.testing.bandwidth import Measured, measure
 from echelon.testing.evidence import OWNED_FILE, WEIGHTS_FILE, EvidenceWriter
 from echelon.world.launch_variables import attempt_number
 
-__all__ = ["main", "plain", "train"]
-
 SEED = 11
 EPOCHS = 2
 LEARNING_RATE = 0.05

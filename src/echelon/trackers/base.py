@@ -9,8 +9,6 @@ from typing import Any, ClassVar, TypeVar
 
 from echelon.base.rank import known_rank
 
-__all__ = ["GeneralTracker", "on_main_process"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

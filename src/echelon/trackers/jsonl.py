@@ -14,8 +14,6 @@ from echelon.status.strict_json import decode
 from echelon.trackers.base import GeneralTracker, on_main_process
 from echelon.trackers.values import hide_secrets, plain
 
-__all__ = ["FILE_NAME", "JSONLTracker", "read_records"]
-
 FILE_NAME = "metrics.jsonl"
 
 

@@ -20,18 +20,6 @@ from echelon.config.variables import library_flag, library_variable
 from echelon.trackers.base import GeneralTracker, on_main_process
 from echelon.trackers.values import DroppedValues, flat, hide_secrets, is_number, plain
 
-__all__ = [
-    "AimTracker",
-    "ClearMLTracker",
-    "CometMLTracker",
-    "DVCLiveTracker",
-    "MLflowTracker",
-    "SwanLabTracker",
-    "TensorBoardTracker",
-    "TrackioTracker",
-    "WandBTracker",
-]
-
 _logger = get_logger(__name__)
 
 

@@ -12,8 +12,6 @@ import torch
 
 from echelon.base.logging import get_logger
 
-__all__ = ["DroppedValues", "flat", "hide_secrets", "is_number", "plain"]
-
 _SECRET = re.compile(
     r"(^|[_\-. ])(password|passwd|passphrase|secrets?|credentials?|bearer)([_\-. ]|$)"
     r"|(api|access|private|secret)[_\-. ]?keys?$"

@@ -28,8 +28,6 @@ from echelon.trainer.arguments.plugins import deepspeed_plugin, fsdp_plugin, par
 from echelon.trainer.arguments.training_arguments import TrainingArguments, num_devices_of
 from echelon.trainer.callbacks.trackers import tracker_settings
 
-__all__ = ["accelerator_arguments", "accumulation_options", "build_accelerator", "data_seed", "set_seeds"]
-
 # Keys of accelerator_config and their defaults.
 _DATA_OPTIONS = {
     "split_batches": False,

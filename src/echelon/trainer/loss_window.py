@@ -8,8 +8,6 @@ import torch
 
 from echelon.accelerator import Accelerator
 
-__all__ = ["MeanLoss"]
-
 # Number of losses kept on the device before they are summed on the CPU in float64, which synchronizes.
 _PENDING = 512
 

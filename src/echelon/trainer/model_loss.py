@@ -14,8 +14,6 @@ from echelon.accelerator.prepare.prepare_arguments import contents, is_record
 from echelon.base.errors import UsageError
 from echelon.trainer.data.columns import KeptColumns
 
-__all__ = ["LabelSmoother", "is_causal", "loss_in", "missing_column", "without_labels"]
-
 
 def loss_in(
     outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequence[str], num_devices: int = 1

@@ -13,18 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = [
-    "EvalLoopOutput",
-    "EvalPrediction",
-    "PredictionOutput",
-    "TrainOutput",
-    "as_numbers",
-    "metrics_format",
-    "metrics_table",
-    "speed_metrics",
-    "write_metrics",
-]
-
 
 class EvalPrediction:
     """The argument of ``compute_metrics``: numpy arrays with one row per sample, in dataset order.

@@ -18,16 +18,6 @@ from echelon.trainer.loss_window import MeanLoss
 from echelon.trainer.results import TrainOutput
 from echelon.trainer.training_plan import TrainingPlan
 
-__all__ = [
-    "DerivedAttributes",
-    "EvaluationState",
-    "ModelInterface",
-    "PreparedOptimizer",
-    "TrainerSession",
-    "UpdateSize",
-    "global_batch_size",
-]
-
 
 class RunningCall(Protocol):
     """A call of ``Trainer.train`` (``trainer/training_run.py``); each method implements one of the Trainer's."""

@@ -10,8 +10,6 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 
-__all__ = ["new_model", "num_positional", "parameters_of", "takes", "takes_anything"]
-
 
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Return whether ``function`` accepts ``name`` as a keyword argument."""

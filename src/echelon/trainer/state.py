@@ -11,8 +11,6 @@ from typing import Any
 
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["ExportableState", "TrainerControl", "TrainerState", "callback_states"]
-
 
 class ExportableState:
     """Base class for callbacks whose state is saved in ``trainer_state.json``; override ``state``."""

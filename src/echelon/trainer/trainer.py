@@ -51,8 +51,6 @@ from echelon.trainer.training_plan import no_length_error
 from echelon.trainer.training_run import TrainingRun
 from echelon.trainer.unread_members import check_attributes, check_overrides
 
-__all__ = ["Trainer"]
-
 logger = get_logger(__name__)
 
 

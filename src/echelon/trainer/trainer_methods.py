@@ -56,8 +56,6 @@ from echelon.trainer.signatures import new_model, num_positional, takes
 from echelon.trainer.state import TrainerControl, TrainerState
 from echelon.trainer.training_plan import make_plan, num_examples_of
 
-__all__ = ["TrainerMethods", "call_model", "count_tokens", "explain_missing_column", "is_overridden", "log", "notify"]
-
 logger = get_logger(__name__)
 
 _Component = TypeVar("_Component")

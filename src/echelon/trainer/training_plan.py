@@ -13,8 +13,6 @@ from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = ["TrainingPlan", "log_plan", "make_plan", "no_length_error", "num_examples_of"]
-
 logger = get_logger(__name__)
 
 # The numbers that ``Trainer.set_initial_training_values`` returns, in the order of transformers.

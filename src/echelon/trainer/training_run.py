@@ -58,8 +58,6 @@ from echelon.trainer.trainer_methods import TrainerMethods, count_tokens, is_ove
 from echelon.trainer.training_plan import TrainingPlan, log_plan
 from echelon.trainer.training_setup import check_exact, checkpoint_argument, exact_train_loader, prepare_optimizer
 
-__all__ = ["TrainingRun"]
-
 logger = get_logger(__name__)
 
 _TIMEOUT = timedelta(seconds=10)  # for the other ranks to fail as well

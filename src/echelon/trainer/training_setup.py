@@ -18,8 +18,6 @@ from echelon.trainer.optim.optimizers import unwrapped
 from echelon.trainer.session import PreparedOptimizer
 from echelon.trainer.trainer_methods import TrainerMethods
 
-__all__ = ["check_exact", "checkpoint_argument", "exact_train_loader", "prepare_optimizer"]
-
 
 def checkpoint_argument(given: Any, options: Mapping[str, Any]) -> Any:
     """Return the checkpoint passed to ``train``, possibly under its old name ``model_path``."""

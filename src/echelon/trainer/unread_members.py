@@ -14,14 +14,6 @@ from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.callback_handler import CallbackHandler
 from echelon.trainer.checkpoint.checkpoint_folders import checkpoint_format
 
-__all__ = [
-    "NOT_CALLED",
-    "NOT_READ",
-    "NOT_READ_IN_ARGUMENTS",
-    "check_attributes",
-    "check_overrides",
-]
-
 _SHARDED_AT_LOAD = (
     "it is used with models that transformers shards during loading, which echelon's Trainer does not support"
 )

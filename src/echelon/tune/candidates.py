@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from echelon.base.cores import usable_cores
 from echelon.base.device import has_bf16, num_devices
 
-__all__ = ["Candidate", "Skipped", "candidates"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:

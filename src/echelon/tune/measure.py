@@ -20,8 +20,6 @@ from echelon.report.step_series import StepSeries, step_series
 from echelon.tune.candidates import Candidate
 from echelon.world.launch_variables import NO_RECORD_VARIABLE
 
-__all__ = ["START_S", "TriedRun", "measure", "relative_loss", "too_few_steps"]
-
 _FEWEST = 6
 """Number of steps that must be measured."""
 _WARM_UP = 0.3

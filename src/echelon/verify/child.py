@@ -22,8 +22,6 @@ from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
 from echelon.world.environment import detect
 
-__all__ = ["main"]
-
 _WAIT_S = 30.0
 _POLL_S = 0.02
 

@@ -23,8 +23,6 @@ from echelon.verify.comparison.tolerance import Measurement, RoundingModel
 from echelon.verify.finding import STAGES, Cell, CellState, Coverage, Finding, Stage, Verdict
 from echelon.verify.trace import OptimizerStep, Trace
 
-__all__ = ["CompareOptions", "compare", "gradient_errors"]
-
 _DOUBLE_ROUNDOFF = 2.0**-53
 
 

@@ -6,8 +6,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-__all__ = ["STAGES", "Cell", "CellState", "Coverage", "Finding", "Result", "Stage", "Verdict"]
-
 Stage: TypeAlias = Literal[
     "load",
     "initial weights",

@@ -21,8 +21,6 @@ from echelon.verify.recorders.sync_batch_norm import SyncBatchNormOnCpu
 from echelon.verify.recorders.weights import WeightRecorder
 from echelon.verify.recording import Part
 
-__all__ = ["default_parts", "parts_of_updates"]
-
 
 def default_parts(*, perturbation: int = 0, gradient_errors: Path | None = None) -> list[Part]:
     """Return new parts that record everything.

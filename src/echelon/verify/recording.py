@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 from echelon.verify.recorders.models import RecordedModel, model_event, without_wrappers
 from echelon.verify.trace import Event, Note, RecordedProcess, TraceWriter
 
-__all__ = ["Part", "Recording", "RecordingDone", "recording"]
-
 OnTrainingForward = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], None]
 OnForwardEnd = Callable[[int, nn.Module, Any], None]
 OnBackward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]

@@ -18,33 +18,6 @@ import numpy as np
 
 from echelon.distributed.checks.sketch import Sketch, Sketches
 
-__all__ = [
-    "Batch",
-    "Buffers",
-    "Clip",
-    "Event",
-    "Forward",
-    "Gradients",
-    "Loss",
-    "Model",
-    "NUM_PROJECTIONS",
-    "Note",
-    "OptimizerState",
-    "OptimizerStep",
-    "Rng",
-    "Row",
-    "RecordedProcess",
-    "SavedState",
-    "SketchedTensors",
-    "Trace",
-    "TraceWriter",
-    "ModelWeights",
-    "VERSION",
-    "file_of_rank",
-    "read_trace",
-    "recorded_version",
-]
-
 NUM_PROJECTIONS = 4
 """Numbers that are kept of each sample's part of a module's output."""
 VERSION = 5

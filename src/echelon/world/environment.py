@@ -9,18 +9,6 @@ from typing import Literal
 from echelon.base import environ
 from echelon.base.errors import ConfigError
 
-__all__ = [
-    "CPUInformation",
-    "LaunchEnvironment",
-    "check_rank",
-    "detect",
-    "get_cpu_distributed_information",
-    "integer",
-    "slurm_first_host",
-    "slurm_port",
-    "slurm_tasks_by_node",
-]
-
 Starter = Literal["torchrun", "slurm", "mpi", "single"]
 
 

@@ -19,8 +19,6 @@ from echelon.world.environment import LaunchEnvironment
 from echelon.world.launch_variables import attempt_number
 from echelon.world.world import World
 
-__all__ = ["DEFAULT_TIMEOUT", "LOOPBACK", "LoopbackStore", "close_group", "open_group", "serve_store"]
-
 LOOPBACK = "127.0.0.1"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """torch's default timeout, which is long enough for a first compilation or a slow file system."""

@@ -6,20 +6,6 @@ from typing import Literal
 
 from echelon.base import environ
 
-__all__ = [
-    "BOARD_VARIABLE",
-    "NO_RECORD_VARIABLE",
-    "RECORD_VARIABLE",
-    "attempt_number",
-    "board_slot",
-    "has_elastic_agent",
-    "is_recording_off",
-    "network_interface",
-    "recorded_run",
-    "run_identity",
-    "schedulers_and_notebooks",
-]
-
 BOARD_VARIABLE = "ECHELON_BOARD"
 """Environment variable with the board's path and a slot (``/dev/shm/echelon-board-...:3``), which the launcher sets for its
 ranks."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["AXES", "DATA_AXES", "LOSS_AXES", "MeshLayout"]
-
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """All axes, outermost first: neighbouring ranks differ on the last one, which communicates most."""
 DATA_AXES = ("dp_replicate", "dp_shard")

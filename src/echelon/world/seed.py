@@ -10,8 +10,6 @@ import torch
 
 from echelon.base.rank import known_rank
 
-__all__ = ["seed_random_and_numpy", "set_seed"]
-
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed ``random``, NumPy and torch (on all devices) in this process.

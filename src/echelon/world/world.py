@@ -14,8 +14,6 @@ from echelon.base.device import backend_of, choose_device
 from echelon.world.environment import LaunchEnvironment, detect
 from echelon.world.mesh import MeshLayout
 
-__all__ = ["World", "mesh_along"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:

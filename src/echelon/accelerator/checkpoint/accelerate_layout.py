@@ -39,16 +39,6 @@ from echelon.data.loader import PreparedLoader
 from echelon.distributed.collectives import gather_object
 from echelon.world.world import World
 
-__all__ = [
-    "collect_state",
-    "load_accelerator_state",
-    "load_custom_state",
-    "require_custom_states",
-    "require_plain",
-    "save_accelerator_state",
-    "save_custom_state",
-]
-
 
 def collect_state(
     *,

@@ -20,16 +20,6 @@ from echelon.data.data_facts import (
 )
 from echelon.data.loader import PreparedLoader
 
-__all__ = [
-    "DataPolicy",
-    "changed_data_error",
-    "changes_since",
-    "read_facts",
-    "read_optional_json",
-    "reconcile_data",
-    "stored_facts",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPolicy:

@@ -22,8 +22,6 @@ from echelon.checkpoint.save import Content, SaveFailedError, begin_save, run_on
 from echelon.distributed.control import raise_on_all_ranks
 from echelon.distributed.small_messages import gather_bytes
 
-__all__ = ["PREFIX", "CheckpointStore", "no_folder_error"]
-
 PREFIX = "checkpoint_"
 """Name prefix of automatically named checkpoints, followed by a number."""
 

@@ -65,8 +65,6 @@ from echelon.status.notes import note_loaded, saving, within
 from echelon.status.stop_barrier import EXIT_CODE
 from echelon.world.world import World
 
-__all__ = ["Checkpoints"]
-
 _PREEMPTED = "preempted"  # a folder in project_dir
 _logger = get_logger(__name__)
 

@@ -35,8 +35,6 @@ from echelon.engines.fsdp.pipeline_state import group_names
 from echelon.engines.shards import address_of, restore_shard
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
-__all__ = ["content_of", "load_content"]
-
 _KERNELS = ("foreach", "fused")
 _AT_ONCE_BYTES = 1 << 30
 """Maximum size of the weights that loading keeps in host memory at once, in addition to one module."""

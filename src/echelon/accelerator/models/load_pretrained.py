@@ -33,8 +33,6 @@ from echelon.distributed.control import raise_on_all_ranks
 from echelon.engines.fsdp.meta_device import allocate_tensors
 from echelon.engines.shards import local_slices
 
-__all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
-
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 

@@ -25,17 +25,6 @@ from echelon.config.sources import current
 from echelon.precision.policy import PrecisionPolicy
 from echelon.world.world import World
 
-__all__ = [
-    "get_grad_scaler",
-    "get_mixed_precision_context_manager",
-    "get_model_tp_size",
-    "get_module_children_bottom_up",
-    "is_peft_model",
-    "load_state_dict",
-    "model_has_dtensor",
-    "recursive_getattr",
-]
-
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
     """Return all submodules, children before parents; with ``return_fqns``, as (name, module) pairs."""

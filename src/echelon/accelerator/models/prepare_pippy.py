@@ -17,8 +17,6 @@ from echelon.base.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from echelon.engines.pipeline_parallel.pipeline import PipelineStages  # slow to import
 
-__all__ = ["prepare_pippy"]
-
 
 def prepare_pippy(
     model: nn.Module,

@@ -20,19 +20,6 @@ from echelon.world.world import World
 if TYPE_CHECKING:
     from echelon.accelerator.session import Session
 
-__all__ = [
-    "bare_module",
-    "clean_state_dict_for_safetensors",
-    "extract_model_from_parallel",
-    "get_state_dict",
-    "id_tensor_storage",
-    "is_on_several_devices",
-    "offloaded_state",
-    "save",
-    "unwrap_model",
-    "without_wrappers",
-]
-
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 

@@ -15,8 +15,6 @@ from echelon.base.sharded import is_dtensor
 from echelon.checkpoint.formats.weight_files import aliases_in
 from echelon.engines.shards import shard_like
 
-__all__ = ["load_weights"]
-
 
 def load_weights(
     model: nn.Module, tensors: Mapping[str, Any], *, source: object, strict: bool = True, **kwargs: Any

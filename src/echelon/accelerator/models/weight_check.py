@@ -15,8 +15,6 @@ from echelon.engines.base import Engine
 from echelon.engines.shards import address_of
 from echelon.engines.state_dicts import plain_name, plain_state_dict
 
-__all__ = ["describe_mismatch", "listed", "require_model_of_checkpoint", "shortened", "trained_outside_state_dict"]
-
 _NUM_SHOWN = 5
 
 

@@ -24,8 +24,6 @@ from echelon.compat.constants import (
     WEIGHTS_NAME,
 )
 
-__all__ = ["FileTensor", "joined", "matching_tensors", "named_tensors", "own_tensors"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensor:

@@ -13,8 +13,6 @@ from echelon.compat.enums import DynamoBackend
 from echelon.config.sources import current
 from echelon.data.exact.exact_batches import OrderKind
 
-__all__ = ["DataLoaderConfiguration", "GradientAccumulationPlugin", "TorchDynamoPlugin"]
-
 
 @suggest_keywords
 @dataclass

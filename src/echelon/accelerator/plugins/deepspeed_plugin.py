@@ -23,15 +23,6 @@ from echelon.engines.deepspeed.config import HfDeepSpeedConfig
 from echelon.engines.deepspeed.library import host_optimizer
 from echelon.engines.deepspeed.options import DrivenScheduler
 
-__all__ = [
-    "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper",
-    "DeepSpeedPlugin",
-    "DeepSpeedSchedulerWrapper",
-    "get_active_deepspeed_plugin",
-    "map_pytorch_optim_to_deepspeed",
-]
-
 _logger = get_logger(__name__)
 
 _ZERO = "zero_optimization"

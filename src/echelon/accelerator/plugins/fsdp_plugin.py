@@ -32,8 +32,6 @@ from echelon.config.sources import refuse_misspelled
 from echelon.engines.fsdp.options import ShardingOptions, wrap_nothing
 from echelon.world.world import World
 
-__all__ = ["FullyShardedDataParallelPlugin"]
-
 _logger = get_logger(__name__)
 
 # Arguments without a setting. The setting of each other argument is ``fsdp_<argument>`` or has a different name.

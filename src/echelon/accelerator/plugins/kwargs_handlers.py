@@ -21,18 +21,6 @@ from echelon.config.schema import RunConfig
 from echelon.engines.comm_hooks import register_comm_hook
 from echelon.precision.float8 import check_fp8_device
 
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "DistributedDataParallelKwargs",
-    "GradScalerKwargs",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "ProfileKwargs",
-    "ProfilerActivity",
-    "fp8_recipe",
-]
-
 ProfilerActivity = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 

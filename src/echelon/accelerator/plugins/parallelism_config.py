@@ -14,13 +14,6 @@ from echelon.config.plugin_arguments import plugin_arguments
 from echelon.config.sources import refuse_misspelled
 from echelon.world.mesh import AXES, DATA_AXES, LOSS_AXES, MeshLayout
 
-__all__ = [
-    "DeepSpeedSequenceParallelConfig",
-    "ParallelismConfig",
-    "TorchContextParallelConfig",
-    "TorchTensorParallelConfig",
-]
-
 _SIZES = tuple(f"{axis}_size" for axis in (*AXES, "ep"))
 _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 _STRATEGIES = ("allgather", "alltoall")

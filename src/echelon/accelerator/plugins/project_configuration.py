@@ -10,8 +10,6 @@ from typing import Any, Literal
 from echelon.base.errors import UsageError
 from echelon.base.keywords import suggest_keywords
 
-__all__ = ["ProjectConfiguration"]
-
 
 @suggest_keywords
 @dataclass

@@ -13,8 +13,6 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 
-__all__ = ["canonical_chunks_of", "prepare_canonical_chunks"]
-
 _DEFAULT = 8
 _CODE = "code TorchTensorParallelConfig({}=)"
 _COMPILED = (

@@ -17,8 +17,6 @@ from echelon.data.prepare_loader import prepare_loader
 from echelon.data.skip_batches import skip_in_plain_loader
 from echelon.world.world import World
 
-__all__ = ["get_sampler", "prepare_data_loader", "skip_first_batches"]
-
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader like ``dataloader`` that skips the first ``num_batches`` batches of every pass.

@@ -24,8 +24,6 @@ from echelon.data.rng.host_rng import synchronize_rng_states
 from echelon.data.sharding.batch_source import BatchSource, DispatchSource, GivenSource
 from echelon.world.world import World
 
-__all__ = ["DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin"]
-
 
 class _OfPreparedLoaders(type):
     """Metaclass that makes prepared loaders instances of a class that lists their type, but not of its subclasses."""

@@ -42,8 +42,6 @@ from echelon.engines.expert_parallel.routers import RoutingGaps, balance_over_ra
 from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.world.world import World
 
-__all__ = ["prepare_arguments", "prepare_for_evaluation", "prepare_one_loader", "prepare_stages", "search_silently"]
-
 _logger = get_logger(__name__)
 _LOW = (torch.bfloat16, torch.float16)
 

@@ -16,8 +16,6 @@ from echelon.base.device import has_bf16
 from echelon.base.logging import get_logger
 from echelon.base.sharded import is_dtensor
 
-__all__ = ["choose_kernels", "choose_memory_format"]
-
 _logger = get_logger(__name__)
 
 # Their foreach steps run the same operations on each element in the same order as their loops over parameters. (NAdam's do not.)

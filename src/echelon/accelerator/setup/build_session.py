@@ -73,8 +73,6 @@ if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
     from echelon.accelerator.update.live_check.live_check import LiveCheck
 
-__all__ = ["build_engine", "build_session", "build_sharding", "build_world", "dynamo_settings", "resolve_settings"]
-
 _logger = get_logger(__name__)
 
 

@@ -12,8 +12,6 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code
 
-__all__ = ["choose_precision", "is_fastest"]
-
 _logger = get_logger(__name__)
 
 

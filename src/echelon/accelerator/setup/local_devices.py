@@ -10,8 +10,6 @@ from echelon.config.sources import current
 from echelon.engines.registry import ON_ALL_DEVICES
 from echelon.world.environment import detect
 
-__all__ = ["num_devices_of_process"]
-
 
 def num_devices_of_process(device: torch.device, *, engine: str | None, parity: str | None) -> int:
     """Return the number of accelerators that this process, whose own device is ``device``, trains on; 0 on the CPU.

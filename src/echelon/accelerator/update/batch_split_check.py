@@ -10,8 +10,6 @@ from torch import nn
 from echelon.base.warnings import warn
 from echelon.data.global_batch_slices import Contribution
 
-__all__ = ["BatchSplitCheck"]
-
 _SUM = 2  # torch.nn._reduction.get_enum("sum")
 
 

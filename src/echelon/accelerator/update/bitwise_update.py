@@ -26,8 +26,6 @@ from echelon.data.global_batch_slices import Contribution
 from echelon.data.rng.per_sample_rng import key_of
 from echelon.world.seed import seed_random_and_numpy
 
-__all__ = ["build_shard_split"]
-
 # Stand-ins for a shard number: draws after the last backward pass of an update, and draws of a process without a shard.
 _AFTER, _IDLE = -1, -2
 

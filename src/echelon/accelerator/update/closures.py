@@ -22,8 +22,6 @@ from echelon.base.errors import UsageError
 from echelon.data.active_loaders import PassDriver
 from echelon.world.world import World
 
-__all__ = ["Closures"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:

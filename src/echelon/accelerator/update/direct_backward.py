@@ -13,8 +13,6 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import user_line, warn
 from echelon.data.global_batch_slices import Contribution
 
-__all__ = ["NO_STEP", "DirectBackwardCheck", "UsedGradients"]
-
 _DO = "call accelerator.backward(loss) instead of loss.backward()"
 
 

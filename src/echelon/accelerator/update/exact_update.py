@@ -31,8 +31,6 @@ from echelon.data.rng.per_sample_rng import key_of
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
-__all__ = ["CHANGED", "HOW_TO_CHANGE", "BatchSplit", "ExactUpdate", "RankSplit"]
-
 _logger = get_logger(__name__)
 CHANGED = (
     "the parameters changed between two micro-steps of one update, but all of an update's gradients must be computed "

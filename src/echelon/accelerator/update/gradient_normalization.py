@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from echelon.base.errors import UsageError
 
-__all__ = ["AccumulationWindow"]
-
 TotalOf = Callable[[float], float]
 
 

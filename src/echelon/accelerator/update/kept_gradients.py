@@ -10,9 +10,6 @@ from torch import nn
 from echelon.base.errors import UsageError
 from echelon.base.sharded import is_dtensor
 
-__all__ = ["KeptGradients"]
-
-
 _SMALL = 4096  # elements: copying them is cheap
 
 

@@ -15,8 +15,6 @@ from echelon.distributed import collectives
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
 
-__all__ = ["LocalSGD"]
-
 
 class LocalSGD:
     """Context for a training loop whose ranks communicate only every ``local_sgd_steps`` steps.

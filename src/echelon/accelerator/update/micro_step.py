@@ -16,8 +16,6 @@ from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.errors import UsageError
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = ["LocalBackward", "MicroStep", "join_uneven_inputs", "trigger_sync_in_backward"]
-
 
 class MicroStep:
     """Context returned by ``accumulate()``, written as a class because a generator costs several microseconds per step."""

@@ -14,8 +14,6 @@ from echelon.base.warnings import warn
 from echelon.data.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 
-__all__ = ["UpdateLoaders"]
-
 _Share = tuple[int, int, tuple[Fraction, ...]]
 """Micro-step, number of micro-steps, and each rank's fraction of the update (a single entry if all fractions are
 equal)."""

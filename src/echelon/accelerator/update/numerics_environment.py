@@ -25,17 +25,6 @@ from echelon.config.schema import RunConfig
 from echelon.config.variables import library_variable, users_threads
 from echelon.distributed.collectives import gather_object
 
-__all__ = [
-    "NumericsEnvironment",
-    "build_numerics_environment",
-    "refuse_changed_buffers",
-    "refuse_compilation",
-    "refuse_kernels",
-    "refuse_modules",
-    "refuse_optimizers",
-    "refuse_sparse_gradients",
-]
-
 _EXACT = "or use parity='exact'"
 # Source: "Results reproducibility" in cuBLAS's documentation; torch.use_deterministic_algorithms requires one of them, too.
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")

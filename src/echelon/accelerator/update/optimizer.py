@@ -22,8 +22,6 @@ from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World
 
-__all__ = ["AcceleratedOptimizer", "Clipping"]
-
 _OPTIMIZER, _TRAIN = Phase.OPTIMIZER, Phase.TRAIN  # looking up a member of an enum takes a tenth of a microsecond
 
 

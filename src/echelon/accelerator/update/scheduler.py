@@ -18,8 +18,6 @@ from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.small_messages import gather_bytes
 from echelon.distributed.uncompiled import uncompiled_methods
 
-__all__ = ["AcceleratedScheduler", "steps_with_metric"]
-
 _DO = (
     "pass the same metric on every rank: use accelerator.reduce(metric, 'mean'), or compute it from "
     "accelerator.gather_for_metrics(...)"

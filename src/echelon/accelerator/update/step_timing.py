@@ -13,8 +13,6 @@ from torch import nn
 from echelon.status.board import StepPart
 from echelon.status.notes import Notes, notes_of_process
 
-__all__ = ["begin_backward", "record_planned_steps", "time_forward"]
-
 
 def record_planned_steps(number: int) -> None:
     """Record on the status board the number of optimizer steps of the whole run, including those before a restart."""

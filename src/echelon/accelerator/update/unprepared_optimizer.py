@@ -20,8 +20,6 @@ from echelon.distributed.ddp.replica import average_loss
 from echelon.distributed.torch_hooks import Closure, is_in_backward, owners_of_step_hooks, watch_optimizer_steps
 from echelon.engines.base import Engine
 
-__all__ = ["UnpreparedOptimizerGuard"]
-
 _DO_KEEP_EQUAL = (
     "on every rank, compute gradients with accelerator.backward(), call step() the same number of times and with the "
     "same learning rate, and change weights in the same way (load them before prepare())"

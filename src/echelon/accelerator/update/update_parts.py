@@ -18,8 +18,6 @@ from echelon.config.schema import RunConfig
 from echelon.engines.base import Engine
 from echelon.world.world import World
 
-__all__ = ["UpdateParts", "sums_over_ranks"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateParts:

@@ -24,8 +24,6 @@ from echelon.data.exact.exact_batches import ExactOptions
 from echelon.distributed.record.recorder import recorder_of_process
 from echelon.status.notes import notes_of_process
 
-__all__ = ["UpdatePolicy"]
-
 _BACKWARD_OPTIONS = ("num_items", "gradient", "retain_graph", "create_graph", "inputs")
 
 

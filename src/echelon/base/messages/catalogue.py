@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import final
 
-__all__ = ["Catalogue", "placeholders", "read_po"]
-
 _ENTRY = re.compile(r'^msgid (".*"(?:\n".*")*)\nmsgstr (".*"(?:\n".*")*)', re.MULTILINE)
 _FIELD = re.compile(r"\{\{|\}\}|\{(\w*)\}")
 # Labels of lines in errors and reports, and the lines that they start.

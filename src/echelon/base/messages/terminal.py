@@ -17,8 +17,6 @@ from echelon.base import environ
 from echelon.base.messages.translation import translate_lines
 from echelon.base.printable import printable
 
-__all__ = ["align_columns", "beside_progress_bars", "has_colour", "num_columns", "on_own_line", "pad", "say", "wrap"]
-
 Kind = Literal["note", "warning", "error"]
 
 _STYLES = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "note": "\x1b[1m"}

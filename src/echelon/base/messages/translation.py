@@ -12,8 +12,6 @@ from echelon.base import environ
 if TYPE_CHECKING:
     from echelon.base.messages.catalogue import Catalogue
 
-__all__ = ["LOCALES", "format_error", "language", "translate", "translate_lines", "translated_template"]
-
 LOCALES = Path(__file__).resolve().parent.parent.parent / "locale"
 """Folder with ``<language>/LC_MESSAGES/echelon.po``."""
 

@@ -37,25 +37,6 @@ from echelon.compat.constants import (
     SCHEDULER_NAME,
 )
 
-__all__ = [
-    "OURS",
-    "POSITION_NAME",
-    "RANDOM_STATES",
-    "TrainingState",
-    "custom_path",
-    "custom_paths",
-    "export_accelerate",
-    "import_accelerate",
-    "is_state_file",
-    "missing_files",
-    "num_ranks_in_position",
-    "position_on_rank",
-    "random_path",
-    "state_path",
-    "weights_path",
-    "write_state",
-]
-
 OURS = "echelon"
 """Key under which echelon stores additional data in two of the files. Accelerate ignores unknown keys."""
 POSITION_NAME = "dl_state_dict"

@@ -25,18 +25,6 @@ from echelon.checkpoint.tensor_file import write_file
 from echelon.checkpoint.tensor_names import model_prefix, rest_of_state
 from echelon.world.world import World
 
-__all__ = [
-    "ImportedCheckpoint",
-    "build_import",
-    "copy_other_files",
-    "custom_states_in",
-    "num_models_in",
-    "rank_objects_in",
-    "training_objects_in",
-    "weights_beside",
-    "write_imported",
-]
-
 _COPY_BYTES = 4 << 20
 
 

@@ -18,8 +18,6 @@ from echelon.compat.constants import (
     SAFE_MODEL_NAME,
 )
 
-__all__ = ["TRAINER_STATE", "Layout", "layout_of", "require_layout", "require_whole"]
-
 Layout = Literal["echelon", "accelerate", "transformers", "sharded"]
 """The known layouts. ``sharded`` is the format of torch.distributed.checkpoint, which Accelerate writes for FSDP."""
 

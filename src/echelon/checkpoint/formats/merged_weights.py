@@ -25,8 +25,6 @@ from echelon.checkpoint.stored_weights import PRECISIONS, weights_in, weights_of
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-__all__ = ["merge", "merge_fsdp_weights", "open_whole", "require_apart"]
-
 _NO_LIMIT = 1 << 62
 
 

@@ -14,8 +14,6 @@ from echelon.checkpoint.formats.weight_files import plain_names
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix, rest_of_state, state_keys, state_name, state_values
 
-__all__ = ["SavedStates", "named_states", "numbered_state", "rests_in"]
-
 # torch's key for the names of a group's parameters, which loading ignores.
 _PARAMETER_NAMES = "param_names"
 _MODEL = re.compile(r"models\.\d+\.")

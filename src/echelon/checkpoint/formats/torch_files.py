@@ -15,8 +15,6 @@ import torch
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint.damage import damaged
 
-__all__ = ["PLAIN_DATA", "load", "read_all_ranks", "refused_in", "write_pickled", "write_plain"]
-
 # The module of these functions depends on the numpy version, and a file contains the names of the version that wrote it.
 _NUMPY_FUNCTIONS: tuple[Any, ...] = (np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0])
 # Allowed globals beside tensors: numpy arrays, scalars and their dtypes. They are plain data, not code.

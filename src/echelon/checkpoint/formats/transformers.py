@@ -34,23 +34,6 @@ from echelon.checkpoint.tensor_names import model_prefix
 from echelon.checkpoint.typed_json import read_json
 from echelon.compat.constants import SCALER_NAME
 
-__all__ = [
-    "ARGUMENTS",
-    "ECHELON_DATA",
-    "ECHELON_WEIGHTS",
-    "OPTIMIZER",
-    "SCHEDULER",
-    "OptimizationState",
-    "export_transformers",
-    "import_transformers",
-    "is_state_file",
-    "num_ranks_in",
-    "read_random_states",
-    "read_state",
-    "write_random_states",
-    "write_state",
-]
-
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 ARGUMENTS = "training_args.bin"
 ECHELON_DATA = "echelon_data.json"

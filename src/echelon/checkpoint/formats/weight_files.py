@@ -27,19 +27,6 @@ from echelon.compat.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 
-__all__ = [
-    "aliases_in",
-    "aliases_of",
-    "contiguous_copy",
-    "index_of",
-    "plain_names",
-    "read_model",
-    "read_weights",
-    "weight_files",
-    "write_shards",
-    "write_tensors",
-]
-
 
 def weight_files(folder: Path, model: int = 0) -> list[Path]:
     """Return a model's weight files in Accelerate's or transformers' layout; empty if the model does not exist.

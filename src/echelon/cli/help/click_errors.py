@@ -12,8 +12,6 @@ import click
 from echelon.base.errors import UsageError
 from echelon.cli.help.pages import spelled
 
-__all__ = ["explain_click_error", "unknown_command"]
-
 # Flags of mpirun and srun, which resemble no flag of echelon launch.
 _OF_OTHER_LAUNCHERS = MappingProxyType({"-n": "--num_processes", "-N": "--num_machines"})
 # Flags of echelon launch that other commands do not need, or have under another name.

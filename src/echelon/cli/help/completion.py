@@ -15,16 +15,6 @@ from echelon.base import environ
 from echelon.base.errors import UsageError
 from echelon.status.run_files import DEFAULT_PARENT, INFO_FILE
 
-__all__ = [
-    "VARIABLE",
-    "command",
-    "complete_engines",
-    "complete_folders",
-    "complete_paths",
-    "complete_runs",
-    "words_normalized",
-]
-
 VARIABLE = "_ECHELON_COMPLETE"
 """Environment variable with which the shell asks for completions; click derives it from the program's name."""
 

@@ -11,8 +11,6 @@ import click
 from echelon.cli.launch_options import PROCESS_FLAGS
 from echelon.launch.script import Script
 
-__all__ = ["note_about_flags"]
-
 # Parsers that take their flags from classes and functions, whose fields may be defined in other packages.
 _CLASS_PARSERS = re.compile(
     r"\b(?:HfArgumentParser|TrlParser|jsonargparse|LightningCLI|simple_parsing|draccus|tyro|fire|hydra|typer)\b"

@@ -13,8 +13,6 @@ from click.shell_completion import CompletionItem
 from echelon.base.messages.terminal import has_colour, num_columns, wrap
 from echelon.base.messages.translation import translate
 
-__all__ = ["HelpPage", "PageContext", "option_name", "page_colour", "spelled", "with_pages", "write_groups"]
-
 _EXTRA = re.compile(r"(.*?)(\s+\[[^\]]*\])?", re.DOTALL)
 _FLAG = re.compile(r"(?<![^\s/])--[a-z0-9-]+")
 

@@ -33,16 +33,6 @@ from echelon.data.sharding.order_check import OrderCheck
 from echelon.data.sharding.sample_order import SampleOrder, SeedableRandomSampler
 from echelon.distributed.checks.already_sharded import can_undo_sharding, set_epoch
 
-__all__ = [
-    "ExactBatches",
-    "ExactOptions",
-    "GlobalOrder",
-    "OrderKind",
-    "UpdateSplitter",
-    "make_order",
-    "partial_update_error",
-]
-
 OrderKind = Literal["randperm", "feistel"]
 _MANY = 50_000_000
 _logger = get_logger(__name__)

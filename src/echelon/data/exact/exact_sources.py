@@ -52,8 +52,6 @@ from echelon.distributed.collectives import broadcast
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
-__all__ = ["ExactDispatchSource", "ExactSource", "ExactStreamSource", "IndexedExactSource"]
-
 
 class ExactSource(BatchSource):
     """A source that yields (micro-batch, Contribution) pairs and can start a pass at any position."""

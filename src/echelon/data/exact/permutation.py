@@ -13,8 +13,6 @@ import torch
 from echelon.base.errors import UsageError
 from echelon.data.rng.per_sample_rng import key_of
 
-__all__ = ["ExplicitPermutation", "FeistelPermutation", "Permutation"]
-
 # After 4 rounds, neighbors in a column are correlated (test_the_statistical_test_detects_four_rounds); after 6, for n up to 97.
 _ROUNDS = 8
 _LARGEST = 2**48

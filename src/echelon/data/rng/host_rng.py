@@ -14,16 +14,6 @@ from echelon.base.errors import UsageError
 from echelon.distributed.collectives import broadcast
 from echelon.status.notes import communicating
 
-__all__ = [
-    "HostDraws",
-    "OtherDraws",
-    "other_states",
-    "set_other_states",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-]
-
-
 _NUMPY: Any = np.random  # numpy's stubs lack get_bit_generator
 
 

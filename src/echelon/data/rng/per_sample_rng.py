@@ -13,19 +13,6 @@ from echelon.data.rng.host_rng import other_states, set_other_states
 from echelon.distributed.checks.already_sharded import set_epoch
 from echelon.world.seed import seed_random_and_numpy
 
-__all__ = [
-    "OF_COLLATE",
-    "OF_WORKERS",
-    "KeyedCollate",
-    "KeyedDataset",
-    "KeyedSamples",
-    "SampleBatch",
-    "are_equal_states",
-    "draws_of",
-    "key_of",
-    "rng_states",
-]
-
 # Last number of a key for draws that do not belong to a single sample.
 OF_COLLATE, OF_WORKERS = -1, -2
 _MASK = 2**64 - 1

@@ -13,8 +13,6 @@ from echelon.base.warnings import warn
 from echelon.data.rebuild_loader import copy_loader
 from echelon.data.rng.host_rng import OtherDraws, other_states, set_other_states
 
-__all__ = ["WorkerDraws"]
-
 
 class WorkerDraws:
     """Tracks the RNG states in a loader's workers.

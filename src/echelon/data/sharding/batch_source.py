@@ -37,22 +37,6 @@ from echelon.distributed.checks.duplicate_samples import DuplicateSamplesCheck
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
-__all__ = [
-    "ShardedSource",
-    "DispatchSource",
-    "GivenSource",
-    "PlainSource",
-    "BatchSource",
-    "Steps",
-    "StreamSource",
-    "batches_of",
-    "followed",
-    "own_reading_error",
-    "rows_check",
-    "saves_state",
-    "with_batches",
-]
-
 Steps = Iterator[tuple[Any, LastStep | Contribution | None]]
 
 

@@ -21,8 +21,6 @@ from echelon.distributed.small_messages import broadcast_bytes, bytes_of, wire_d
 from echelon.distributed.structure import send_batch_to_device
 from echelon.distributed.tree import describe, map_items
 
-__all__ = ["CountedCollate", "ReadBatch", "SliceFn", "dispatch", "global_batches"]
-
 SliceFn = Callable[..., Any]
 ReadBatch = tuple[Any, int | None]
 """A batch, and the number of samples that were collated for it or None if that is unknown."""

@@ -13,8 +13,6 @@ from echelon.distributed.checks.data_fingerprint import fingerprint_of_sample
 from echelon.distributed.small_messages import gather_bytes, gather_counts
 from echelon.world.world import World
 
-__all__ = ["OrderCheck"]
-
 _SKETCH = 256
 _MIN_SAMPLES = 12
 

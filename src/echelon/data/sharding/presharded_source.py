@@ -21,8 +21,6 @@ from echelon.distributed.checks.loader_agreement import LoaderAgreement, LoaderF
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
-__all__ = ["PreshardedSource"]
-
 
 class PreshardedSource(BatchSource):
     """A loader whose sampler, batch sampler or dataset yields this rank's own shard, by itself or by the dataset's ``shard``.

@@ -14,8 +14,6 @@ from echelon.data.sharding.order_check import OrderCheck
 from echelon.distributed.checks.already_sharded import set_epoch
 from echelon.distributed.collectives import broadcast, broadcast_object_list
 
-__all__ = ["SampleOrder", "SeedableRandomSampler", "SharedBatches", "SharedSampler"]
-
 
 class SampleOrder:
     """The batches for all ranks in a common order.

@@ -14,8 +14,6 @@ from echelon.data.sharding.sample_order import SharedBatches
 from echelon.distributed.checks.already_sharded import set_epoch
 from echelon.distributed.division import real_sizes, share_sizes
 
-__all__ = ["RankBatchSampler"]
-
 
 class RankBatchSampler(BatchSampler):
     """Yields one rank's batches. The arguments are those of Accelerate's ``BatchSamplerShard``.

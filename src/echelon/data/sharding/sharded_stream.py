@@ -19,14 +19,6 @@ from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, sampl
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.division import real_sizes, share_sizes
 
-__all__ = [
-    "CollatePart",
-    "ExposeUsersDataset",
-    "IterableDatasetShard",
-    "ShardedStream",
-    "iterate_like_rank_zero",
-]
-
 Columns = dict[str, ColumnFingerprint]
 
 

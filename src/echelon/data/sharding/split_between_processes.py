@@ -15,8 +15,6 @@ from echelon.base.protocols import SupportsSelect
 from echelon.distributed.division import slice_range
 from echelon.distributed.tree import rebuild_like
 
-__all__ = ["split_between_processes"]
-
 
 @contextmanager
 def split_between_processes(

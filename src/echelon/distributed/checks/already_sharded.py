@@ -17,17 +17,6 @@ from echelon.base.errors import UsageError
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import UserLine, warn
 
-__all__ = [
-    "ExistingSharding",
-    "SamplerEpochs",
-    "check_shards",
-    "find_existing_sharding",
-    "can_undo_sharding",
-    "num_repeated",
-    "samplers_of",
-    "set_epoch",
-]
-
 # Attributes in which samplers and datasets store the number of shards and their own shard index, also with a leading "_".
 _COUNT_NAMES = (
     "num_replicas",

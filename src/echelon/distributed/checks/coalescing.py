@@ -11,8 +11,6 @@ from torch.distributed import distributed_c10d
 from echelon.base.errors import SetupError, UsageError
 from echelon.base.warnings import user_line, warn_here
 
-__all__ = ["guard_coalescing", "stop_guarding_coalescing"]
-
 
 class _CoalescingUnsupported(UsageError, RuntimeError):
     """torch raises a RuntimeError here, which programs may catch to run the collectives one by one."""

@@ -19,17 +19,6 @@ from echelon.base.lengths import length_of
 from echelon.base.protocols import SupportsWithFormat
 from echelon.distributed.tree import leaves
 
-__all__ = [
-    "ColumnFingerprint",
-    "are_of_different_data",
-    "are_table_shards",
-    "are_shards",
-    "column_fingerprints",
-    "fingerprint_of_sample",
-    "row_fingerprints",
-    "sample_fingerprints",
-]
-
 _PART_OF_A_TABLE = "rows (a part)"
 _NUM_PLACES = 16
 _MAX_COLUMNS = 32

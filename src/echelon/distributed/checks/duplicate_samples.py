@@ -19,8 +19,6 @@ from echelon.base.warnings import UserLine, warn_here
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, are_of_different_data, row_fingerprints
 from echelon.distributed.stores import exchange_once, is_first, store_of
 
-__all__ = ["DuplicateSamplesCheck"]
-
 _Rows = np.ndarray[Any, np.dtype[np.uint64]]
 
 _NUM_WINDOWS = 4

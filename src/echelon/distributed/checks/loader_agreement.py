@@ -29,8 +29,6 @@ from echelon.distributed.checks.data_fingerprint import (
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
 
-__all__ = ["LoaderAgreement", "LoaderFacts", "agree_on_loader", "gather_loader_facts"]
-
 _BOTH_WAYS = (
     "give every rank the whole dataset, so that echelon shards it, or declare that each rank has its own shard, with "
     "DataLoaderConfiguration(already_sharded=True), TrainingArguments(already_sharded=True), or "

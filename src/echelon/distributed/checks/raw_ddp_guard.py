@@ -25,8 +25,6 @@ from echelon.distributed.shard import METRICS
 from echelon.distributed.torch_hooks import Closure, is_in_backward, watch_calls, watch_optimizer_steps
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = ["RawDDPGuard"]
-
 _DO_WRAP = (
     "put every parameter into a module that DistributedDataParallel wraps, call the wrapped module, and compute all gradients "
     "with loss.backward() (if each rank trains its own parameters on purpose, ignore this warning)"

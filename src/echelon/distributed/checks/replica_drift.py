@@ -25,8 +25,6 @@ from echelon.base.errors import DesyncError
 from echelon.base.warnings import UserLine, user_line, warn_here
 from echelon.distributed.stores import exchange_once, is_first, store_of
 
-__all__ = ["ReplicaDriftCheck"]
-
 _Named = list[tuple[str, torch.Tensor]]
 _Fingerprints = np.ndarray[tuple[int], np.dtype[np.int64]]
 

@@ -18,18 +18,6 @@ import xxhash
 
 from echelon.distributed.small_messages import bytes_of
 
-__all__ = [
-    "NUM_BUCKETS",
-    "Hashes",
-    "LatestSketches",
-    "Positions",
-    "Sketch",
-    "Sketches",
-    "content_hashes",
-    "sketch_of",
-    "sketches_of",
-]
-
 NUM_BUCKETS = 32
 """Length of the projection; the norm of a difference is estimated with a relative error of about sqrt(2 / NUM_BUCKETS)."""
 

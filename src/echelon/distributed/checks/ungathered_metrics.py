@@ -13,8 +13,6 @@ from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.uncompiled import uncompiled
 from echelon.status.call_site import is_user_file
 
-__all__ = ["DatasetAccess", "UngatheredMetricsCheck", "num_collectives", "num_collectives_of_all_groups"]
-
 
 class DatasetAccess:
     """Records the line on which the program reads ``loader.dataset`` of a sharded loader, mostly for its length."""

@@ -14,8 +14,6 @@ from echelon.base.warnings import UserLine, user_line, warn_here
 from echelon.distributed.stores import exchange_once, store_of
 from echelon.distributed.torch_hooks import watch_calls
 
-__all__ = ["UnshardedLoaderCheck"]
-
 _NUM_ENDS = 8
 _PLAIN = (int, float, str, bool, bytes, type(None))
 

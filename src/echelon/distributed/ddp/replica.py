@@ -24,15 +24,6 @@ from echelon.distributed.small_messages import fingerprint, gather_bytes, gather
 from echelon.distributed.torch_hooks import is_in_backward, watch_module_changes
 from echelon.distributed.uncompiled import uncompiled
 
-__all__ = [
-    "BackwardPasses",
-    "Replica",
-    "Structure",
-    "average_gradients",
-    "average_loss",
-    "require_same_parameters",
-]
-
 _UNUSED_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _MAX_NAMES = 4
 _requires_grad = operator.attrgetter("requires_grad")

@@ -7,8 +7,6 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 
-__all__ = ["copy_sparse_gradients", "refuse_to_join_sparse", "sparse_parameters", "sparse_zeros_like"]
-
 
 def sparse_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return (name, weight) for each layer in ``model`` that has sparse gradients."""

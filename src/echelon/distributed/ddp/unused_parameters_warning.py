@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["silence_unused_parameters_warning"]
-
 _MESSAGE = "find_unused_parameters=True was specified"
 
 

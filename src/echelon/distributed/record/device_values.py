@@ -10,8 +10,6 @@ import torch
 from echelon.base.device import is_capturing
 from echelon.status.step_records import StepRecorder
 
-__all__ = ["DeviceValues"]
-
 _MAX_STEPS = 64
 _MAX_LOSSES = 1024
 _EVERY_NS = 10**9

@@ -7,8 +7,6 @@ from typing import Any
 
 from echelon.distributed.record.recorder import recorder_of_process
 
-__all__ = ["log"]
-
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:
     """Record numbers such as losses in the run's folder, where ``echelon report`` finds them (``metrics.jsonl``).

@@ -34,8 +34,6 @@ from echelon.status.run_files import (
 from echelon.status.step_records import StepRecorder
 from echelon.world.launch_variables import is_recording_off, recorded_run
 
-__all__ = ["ProcessRecorder", "recorder_of_process"]
-
 _EVERY_NS = 10**9
 _RETRY_NS = 10**8
 _NO_TIMES = (0,) * len(StepPart)

@@ -23,8 +23,6 @@ from echelon.status.run_recorder import RunOutcome, RunRecorder, new_folder, run
 from echelon.world.environment import LaunchEnvironment, detect
 from echelon.world.launch_variables import has_elastic_agent
 
-__all__ = ["LaunchedRun", "Run", "RunPlace", "RunWithoutLauncher"]
-
 _KEY = "echelon/run"
 
 

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.base.sharded import is_dtensor
 from echelon.engines.shards import local_slices, local_tensors
 
-__all__ = ["clip_by_rows"]
-
 
 def clip_by_rows(
     parameters: Iterable[torch.Tensor],

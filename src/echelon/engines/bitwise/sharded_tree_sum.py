@@ -24,8 +24,6 @@ from echelon.engines.bitwise.tree_sum import (
 )
 from echelon.engines.param_groups import fsdp_groups
 
-__all__ = ["ShardedTreeSum"]
-
 
 class ShardedTreeSum(ShardedUpdate):
     """Sums the gradients of ``fully_shard`` modules; after each micro-step, a rank has its shard of all ranks' gradients.

@@ -18,18 +18,6 @@ import torch.distributed as dist
 from echelon.data.global_batch_slices import Contribution, shards_of
 from echelon.engines.shards import local_as, local_tensors
 
-__all__ = [
-    "EarlierGradients",
-    "ReplicatedUpdate",
-    "ShardedUpdate",
-    "SumNode",
-    "TreeSum",
-    "roots_of",
-    "subtree_sum",
-    "sum_by_segment",
-    "top_of",
-]
-
 _SMALL = 2**18  # in elements; for smaller sizes, one all-gather is faster than two exchanges of parts
 Values = list[torch.Tensor | None]
 """A leaf's gradients, or a sum of gradients. An entry is None if no leaf had that gradient; a leaf with none is empty."""

@@ -21,8 +21,6 @@ from echelon.engines.context_parallel.sequence_mask import SequenceMask
 from echelon.engines.context_parallel.ulysses_attention import ulysses_attention
 from echelon.engines.random_numbers import RankNumbers, own_random_numbers
 
-__all__ = ["SequencePiece", "SequenceRegion", "current_region", "sequence_region"]
-
 _WHERE = "context_parallel()"
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _REFUSED = {

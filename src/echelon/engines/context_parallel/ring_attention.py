@@ -12,8 +12,6 @@ from echelon.engines.context_parallel.sequence_group import SequenceGroup
 from echelon.engines.context_parallel.sequence_mask import SequenceMask
 from echelon.engines.context_parallel.sequence_order import BlockPair
 
-__all__ = ["ring_attention"]
-
 
 def ring_attention(
     q: torch.Tensor,

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from echelon.engines.context_parallel.sequence_order import SequenceOrder
 
-__all__ = ["Exchange", "SequenceGroup"]
-
 Exchange = Literal["allgather", "alltoall"]
 
 

@@ -9,8 +9,6 @@ from torch.nn.functional import pad
 
 from echelon.base.errors import UsageError
 
-__all__ = ["SequenceMask", "documents_of_lengths", "documents_of_positions", "shift_labels"]
-
 _IGNORED = -100  # torch's default ignore_index of cross_entropy
 
 

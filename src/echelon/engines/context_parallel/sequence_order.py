@@ -9,8 +9,6 @@ import torch
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["BlockPair", "SequenceOrder"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPair:

@@ -17,8 +17,6 @@ from echelon.base.errors import UsageError
 from echelon.engines.context_parallel.region import SequenceRegion, current_region
 from echelon.engines.context_parallel.sequence_mask import SequenceMask, documents_of_positions
 
-__all__ = ["attach", "attention_replaced", "pretrained_models"]
-
 _NAME = "sequence_parallel"
 _UNSUPPORTED = ("softcap", "position_bias", "s_aux", "sinks")
 _PLAIN_MASKS = (

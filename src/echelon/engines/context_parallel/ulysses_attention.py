@@ -12,8 +12,6 @@ from echelon.base.errors import ConfigError
 from echelon.engines.context_parallel.sequence_group import SequenceGroup
 from echelon.engines.context_parallel.sequence_mask import SequenceMask
 
-__all__ = ["ulysses_attention"]
-
 
 def ulysses_attention(
     q: torch.Tensor,

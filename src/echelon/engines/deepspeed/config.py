@@ -20,25 +20,6 @@ from echelon.base.errors import ConfigError
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.engines.deepspeed.options import DummyOptim, DummyScheduler
 
-__all__ = [
-    "COUNTERPARTS",
-    "DeepSpeedFacts",
-    "HfDeepSpeedConfig",
-    "evaluation_config",
-    "facts_of",
-    "flatten",
-    "is_on",
-    "list_without_counterpart",
-    "read_deepspeed_config",
-    "replaces_optimizer_on_host",
-    "resolve_deepspeed",
-    "stage_of",
-    "table",
-    "training_config",
-    "translate_to_fsdp2",
-    "unresolved",
-]
-
 _AUTO = "auto"
 _MICRO = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"

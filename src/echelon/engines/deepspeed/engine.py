@@ -41,8 +41,6 @@ from echelon.engines.state_dicts import collect_named_state, load_named_state, p
 from echelon.engines.stepper import Stepper, drop_scheduler_groups, repoint_scheduler, require_graph, zero_backward
 from echelon.world.world import World
 
-__all__ = ["DeepSpeedEngine"]
-
 
 class DeepSpeedEngine(Engine):
     """Trains one model with one optimizer. Additional models may be prepared for evaluation only.

@@ -18,8 +18,6 @@ from echelon.distributed.small_messages import host_wire
 from echelon.engines.gather_state import gather_state
 from echelon.engines.state_dicts import plain_parameters
 
-__all__ = ["FlatShard", "FlatShards", "UsedParameters", "count_ranks", "full_shape", "hook_loading", "write_full"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatShard:

@@ -22,8 +22,6 @@ from echelon.config.variables import library_variable
 from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
-__all__ = ["announce_kernels", "host_optimizer", "import_deepspeed"]
-
 _logger = get_logger(__name__)
 
 _SHARED_MEMORY_KERNEL = "deepspeed_shm_comm"

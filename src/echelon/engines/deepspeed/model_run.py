@@ -19,8 +19,6 @@ from echelon.engines.state_dicts import plain_parameters, plain_state_dict
 from echelon.engines.stepper import Stepper, multiply_gradients
 from echelon.world.world import World
 
-__all__ = ["DeepSpeedModel"]
-
 
 class DeepSpeedModel:
     """Drives a DeepSpeed engine.

@@ -9,8 +9,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["DeepSpeedOptions", "DrivenScheduler", "DummyOptim", "DummyScheduler", "parameters_by_group"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions:

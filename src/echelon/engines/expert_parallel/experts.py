@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor, Shard
 from echelon.base.errors import ConfigError
 from echelon.engines.expert_parallel.moe import find_experts
 
-__all__ = ["divide_experts", "shard_experts"]
-
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     """Give each rank of the one-dimensional ``mesh`` its part of the experts, in place, and return the modules that hold them.

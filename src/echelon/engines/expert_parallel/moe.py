@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["MixtureOfExperts", "StackedExperts", "TopKRouter", "find_experts", "find_routers"]
-
 
 class TopKRouter(nn.Module):
     """Choose ``top_k`` of ``num_experts`` for each token, and weights that sum to 1.

@@ -14,8 +14,6 @@ from echelon.base.logging import get_logger
 from echelon.base.warnings import warn_here
 from echelon.world.world import World
 
-__all__ = ["RoutingGaps", "balance_over_ranks", "load_balancing_loss"]
-
 
 def load_balancing_loss(
     logits: Sequence[torch.Tensor],

@@ -73,8 +73,6 @@ from echelon.world.world import World
 if TYPE_CHECKING:
     from echelon.engines.pipeline_parallel.pipeline import PipelineStages  # slow to import
 
-__all__ = ["FSDP2Engine"]
-
 _AVERAGE_UNSUPPORTED = re.compile(r"AVG|average|ReduceOp", re.IGNORECASE)
 
 _CAPABILITIES = Capabilities(

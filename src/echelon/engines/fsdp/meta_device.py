@@ -19,16 +19,6 @@ from echelon.distributed.small_messages import broadcast_bytes, gather_counts
 from echelon.engines.param_groups import fsdp_groups
 from echelon.engines.shards import local_slices
 
-__all__ = [
-    "Values",
-    "allocate_tensors",
-    "broadcast_model",
-    "fill_from_rank_zero",
-    "move_to_meta",
-    "release_pages",
-    "require_values",
-]
-
 Values = dict[str, torch.Tensor | None]
 """Rank zero's tensors by name; other ranks have the same names with None as values."""
 

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from echelon.base.errors import ConfigError
 from echelon.engines.tensor_parallel.options import TensorParallelOptions
 
-__all__ = ["ShardingOptions", "wrap_nothing"]
-
 
 def wrap_nothing(module: nn.Module) -> bool:
     """Return False. As ``wrap_fn``, this makes the whole model one unit."""

@@ -17,8 +17,6 @@ from echelon.engines.state_dicts import plain_parameters
 if TYPE_CHECKING:
     from echelon.engines.pipeline_parallel.pipeline import PipelineStages
 
-__all__ = ["gather_model", "gather_optimizer", "group_names", "has_rank_zero", "own_optimizer_state"]
-
 
 def has_rank_zero(group: dist.ProcessGroup) -> bool:
     """Return whether global rank zero is in ``group``; it is the first of it then."""

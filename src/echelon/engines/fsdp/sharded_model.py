@@ -20,8 +20,6 @@ from echelon.distributed.ddp.replica import Structure, require_same_parameters
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.engines.shards import shard_like
 
-__all__ = ["UnshardedParameters", "accept_full_state_dicts", "total_norm", "warn_on_shard_values"]
-
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _dtype_of = attrgetter("dtype")
 

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from echelon.base.errors import ConfigError, UsageError
 from echelon.engines.fsdp.options import ShardingOptions
 
-__all__ = ["checkpoint_activations", "ignored_parameters", "modules_to_shard", "reject_sparse"]
-
 
 def modules_to_shard(model: nn.Module, options: ShardingOptions) -> list[nn.Module]:
     """Return the modules inside ``model`` that become units, inner ones first.

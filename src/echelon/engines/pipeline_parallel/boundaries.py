@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["StageBoundaries"]
-
 
 class StageBoundaries:
     """Copies of all stages without values, which run under ``FakeTensorMode`` for each new shape of a micro-batch.

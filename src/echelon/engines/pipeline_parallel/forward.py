@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["broadcast_tensors", "forward_stages"]
-
 _DTYPES = (
     torch.float32,
     torch.float64,

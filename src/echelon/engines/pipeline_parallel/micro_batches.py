@@ -10,8 +10,6 @@ import torch
 
 from echelon.base.errors import UsageError
 
-__all__ = ["MicroBatches", "Shape", "num_tokens", "split_batch"]
-
 _TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids")
 _LABELS = ("labels", "shift_labels")
 IGNORED_LABEL = -100

@@ -34,8 +34,6 @@ from echelon.engines.random_numbers import own_random_numbers
 from echelon.engines.shards import local_tensors
 from echelon.engines.state_dicts import plain_name, plain_state_dict
 
-__all__ = ["LossFunction", "PipelineStages"]
-
 LossFunction = Callable[[Any, Any], torch.Tensor]
 """Takes the outputs of a micro-batch and its part of the batch; returns the mean loss over its items."""
 

@@ -15,8 +15,6 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from echelon.base.errors import ConfigError
 from echelon.base.versions import torch_version
 
-__all__ = ["SCHEDULES", "ScheduleKind", "build_schedule", "run_schedule", "schedule_kind"]
-
 _WHERE = "prepare_pipeline(schedule=)"
 
 

@@ -16,19 +16,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from echelon.base.errors import ConfigError
 
-__all__ = [
-    "Absent",
-    "StageCut",
-    "check_decoder",
-    "copied_containers",
-    "cut_before",
-    "cut_model",
-    "remove_modules",
-    "require_whole_boundaries",
-    "stage_view",
-    "tied_names",
-]
-
 _WHERE = "prepare_pipeline(stages=)"
 
 

@@ -17,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.engines.bitwise.tree_sum import sum_by_segment
 
-__all__ = ["CanonicalChunks", "add_in_tree"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanonicalChunks:

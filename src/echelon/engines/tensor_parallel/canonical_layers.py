@@ -26,8 +26,6 @@ from echelon.engines.tensor_parallel.canonical_chunks import CanonicalChunks
 from echelon.engines.tensor_parallel.chunked_tensor import ChunkedTensor
 from echelon.engines.tensor_parallel.styles import ReplicatedPartialGradient, split_dim
 
-__all__ = ["compute_in_chunks", "exchanges_chunks"]
-
 _WHERE = "prepare(), parity='bitwise'"
 _ALIGNMENT = 64  # in bytes; torch's own allocations on a CPU have it
 

@@ -18,8 +18,6 @@ from echelon.base.errors import UsageError
 from echelon.data.rng.per_sample_rng import key_of
 from echelon.engines.tensor_parallel.canonical_chunks import CanonicalChunks
 
-__all__ = ["RANDOM", "ChunkedTensor"]
-
 _WHERE = "parity='bitwise', activations of split layers"
 _EXACT = "or use parity='exact'"
 # Functions whose result depends on the values of one chunk, where the code would go on differently on each rank.

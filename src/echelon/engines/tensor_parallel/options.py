@@ -8,8 +8,6 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["TensorParallelOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallelOptions:

@@ -24,8 +24,6 @@ from echelon.engines.tensor_parallel.options import TensorParallelOptions
 from echelon.engines.tensor_parallel.plan import resolve_plan
 from echelon.engines.tensor_parallel.styles import mask_padding
 
-__all__ = ["adopt_split_layers", "divide_into_chunks", "has_split_layers", "parallelize", "return_no_views"]
-
 
 def parallelize(
     model: nn.Module, options: TensorParallelOptions, *, plan: Mapping[str, ParallelStyle] | None = None

@@ -17,8 +17,6 @@ from echelon.base.logging import get_logger
 from echelon.engines.state_dicts import plain_name
 from echelon.engines.tensor_parallel.styles import REFUSED, STYLES, split_dim, style_of_name
 
-__all__ = ["model_plan", "resolve_plan"]
-
 _logger = get_logger(__name__)
 _WHERE = "ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan=))"
 _KEY_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "q", "k", "v", "query", "key", "value"})

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-__all__ = ["REFUSED", "STYLES", "ReplicatedPartialGradient", "split_dim", "style_of_name"]
-
 
 class ReplicatedPartialGradient(ParallelStyle):
     """A module with whole parameters whose input is this rank's part of the heads, such as a norm of each head.

@@ -18,19 +18,6 @@ from types import MappingProxyType
 from echelon.base.printable import printable
 from echelon.diagnose.stall import Answer, Class, Stall, disagreement, name_ranks
 
-__all__ = [
-    "Cause",
-    "ErrorRecord",
-    "Frame",
-    "RankEnd",
-    "cause_of",
-    "exit_status",
-    "explain",
-    "first_failure",
-    "is_settled",
-    "lost_each_other",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:

@@ -8,8 +8,6 @@ from echelon.base.cores import usable_cores
 from echelon.base.errors import ConfigError
 from echelon.base.limits import Room, room_for_files, room_for_memory, room_for_tasks
 
-__all__ = ["check_capacity"]
-
 # Tests often use 8 ranks on 2 cores, or 16 on a laptop. Many more are a mistake, such as the count of another machine.
 _ALWAYS = 16
 _PER_CORE = 8

@@ -16,16 +16,6 @@ from echelon.status import strict_json
 from echelon.status.board import Board, Doing, StepPart
 from echelon.status.run_recorder import RunRecorder
 
-__all__ = [
-    "ALL_MACHINES_FILE",
-    "GOODPUT_FILE",
-    "GoodputRecorder",
-    "GoodputReport",
-    "first_sign",
-    "read_goodput",
-    "times_on",
-]
-
 GOODPUT_FILE = "goodput.jsonl"
 """File in the run's directory with one line per attempt and a last line for the whole run."""
 ALL_MACHINES_FILE = "goodput_all.jsonl"

@@ -16,8 +16,6 @@ import signal
 import sys
 import time
 
-__all__ = ["BYE", "ENDED", "LAUNCHER_VARIABLE", "STARTED", "STARTING", "main"]
-
 STARTING, STARTED, ENDED, BYE = "?", "+", "-", "bye"
 """Messages: ``?TICKS`` before a rank starts, ``+PID START`` once it has started, ``-PID`` once it has ended, and
 ``bye`` when the launcher exits normally. TICKS is the current time and START the rank's start time, both in clock ticks

@@ -14,8 +14,6 @@ from typing import BinaryIO, Literal
 from echelon.base.errors import ConfigError
 from echelon.launch.local.worker import HIDE, SHOW
 
-__all__ = ["Outputs", "Streams", "parse_streams", "relay"]
-
 Streams = frozenset[Literal["stdout", "stderr"]]
 
 _BITS: Mapping[str, Streams] = {

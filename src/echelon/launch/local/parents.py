@@ -12,8 +12,6 @@ from typing import final
 
 from echelon.launch.local import guardian, worker
 
-__all__ = ["Guardian", "own_identity"]
-
 _EXIT_S = 1.0
 _HAS_BOOT_TIME = hasattr(time, "CLOCK_BOOTTIME")
 

@@ -26,8 +26,6 @@ from echelon.launch.local.warm_start import Process, WarmStarter
 from echelon.launch.script import Script
 from echelon.status.board import Board, Doing
 
-__all__ = ["Workers"]
-
 _POLL = timedelta(milliseconds=10)
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
 

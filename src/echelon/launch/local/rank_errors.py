@@ -16,8 +16,6 @@ from echelon.launch.local.worker import ERROR_FILE, is_user_file
 from echelon.status.call_site import CallSite
 from echelon.status.stack_reporter import ABORT_FILE
 
-__all__ = ["read_answer", "read_last_words", "read_record", "read_stack"]
-
 _TRAINING = ("/torch/nn/parallel/", "/torch/autograd/")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"

@@ -19,8 +19,6 @@ from echelon.status.board import Board, Doing
 from echelon.status.call_site import CallSite
 from echelon.status.stack_reporter import ANSWER_FILE, DUMP_SIGNAL
 
-__all__ = ["STALL_FILE", "STOPPED_STATES", "LocalRanks", "read_process"]
-
 _ANSWER_S = 2.5
 _POLL_S = 0.05
 _STACK_S = 0.3

@@ -17,8 +17,6 @@ from echelon.launch.script import Script
 from echelon.status.run_files import DEFAULT_PARENT
 from echelon.status.run_recorder import RunRecorder, new_folder, run_name
 
-__all__ = ["run_folder"]
-
 
 @contextmanager
 def run_folder(

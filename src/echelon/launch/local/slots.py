@@ -10,8 +10,6 @@ from echelon.config.origin import Origin
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 
-__all__ = ["Slots", "is_this_machine", "named_slots", "no_accelerator"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slots:

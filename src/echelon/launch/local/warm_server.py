@@ -27,8 +27,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["MESSAGE_BYTES", "main"]
-
 MESSAGE_BYTES = 1 << 20
 
 

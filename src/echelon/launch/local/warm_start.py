@@ -18,8 +18,6 @@ from echelon.base import environ
 from echelon.launch.local import warm_server
 from echelon.launch.local.parents import own_identity
 
-__all__ = ["WARM_VARIABLE", "Process", "WarmStarter", "own_warm_server"]
-
 WARM_VARIABLE = "ECHELON_WARM_SERVER"
 """File descriptor of the socket of ``WarmStarter.lend``, for a launcher; its ranks do not see it."""
 

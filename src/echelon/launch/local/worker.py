@@ -26,19 +26,6 @@ import time
 from types import CodeType, ModuleType, TracebackType
 from typing import IO, Any, NoReturn
 
-__all__ = [
-    "ERROR_FILE",
-    "HIDE",
-    "LOG_FILE",
-    "SHOW",
-    "STACK_FILE",
-    "Recorder",
-    "die_with",
-    "is_user_file",
-    "main",
-    "start_of",
-]
-
 ERROR_FILE = "error.json"
 STACK_FILE = "stack.txt"
 

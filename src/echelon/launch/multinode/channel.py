@@ -16,18 +16,6 @@ from concurrent.futures import Future, InvalidStateError, TimeoutError as NoAnsw
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
-__all__ = [
-    "START_S",
-    "ChannelError",
-    "ConnectionLost",
-    "InProcessPeer",
-    "clock_offset_ns",
-    "OnMessage",
-    "OnRequest",
-    "Peer",
-    "receive_exactly",
-]
-
 OnMessage: TypeAlias = Callable[[str, Mapping[str, Any]], None]
 OnRequest: TypeAlias = Callable[[str, Mapping[str, Any]], Any]
 

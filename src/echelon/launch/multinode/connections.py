@@ -25,8 +25,6 @@ from echelon.base.messages.terminal import say
 from echelon.launch.multinode.channel import START_S, ChannelError, ConnectionLost, receive_exactly
 from echelon.launch.multinode.network import listen
 
-__all__ = ["NODE", "STORE", "ConnectionListener", "ConnectionRefused", "Tunnel", "connect"]
-
 NODE, STORE = b"N", b"S"
 """A client's purpose: to join as a node, or to reach a generation's store."""
 

@@ -32,15 +32,6 @@ from echelon.launch.multinode.network import (
 from echelon.launch.multinode.roster import NodeInfo, RendezvousTimes
 from echelon.launch.schedulers.slurm import Step
 
-__all__ = [
-    "CliOverrides",
-    "MultinodePlan",
-    "check_rendezvous",
-    "make_plan",
-    "node_range",
-    "parse_rdzv_conf",
-]
-
 _PORT = 29500
 _RDZV_PORT = 29400  # torchrun's default for --rdzv_endpoint
 # torchrun's names -> our defaults in seconds. torchrun's defaults are 600, 30 and 5, and 3 attempts.

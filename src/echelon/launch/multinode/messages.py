@@ -12,8 +12,6 @@ from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["decode", "encode"]
-
 T = TypeVar("T")
 
 

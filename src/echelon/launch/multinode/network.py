@@ -7,8 +7,6 @@ import socket
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["addresses_of", "interface_of", "is_loopback", "listen", "own_address_towards", "own_addresses"]
-
 _BACKLOG = 1024
 
 

@@ -16,8 +16,6 @@ from echelon.launch.multinode.network import is_loopback
 if TYPE_CHECKING:
     from echelon.launch.multinode.machines import MultinodePlan
 
-__all__ = ["RemoteCoordinator"]
-
 _CONNECT_S = 5.0
 _RETRY_S = 0.5
 _WARN_AFTER_S = 20.0

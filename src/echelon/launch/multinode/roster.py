@@ -8,16 +8,6 @@ from datetime import timedelta
 
 from echelon.base.errors import LaunchError
 
-__all__ = [
-    "NodeInfo",
-    "RendezvousTimes",
-    "describe_missing",
-    "in_rank_order",
-    "name_of",
-    "node_range_text",
-    "refusal",
-]
-
 _MAX_NAMED = 5
 
 

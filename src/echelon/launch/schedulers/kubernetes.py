@@ -19,8 +19,6 @@ from echelon.launch.job_token import TOKEN_VARIABLE
 from echelon.launch.script import Script
 from echelon.status.stop_barrier import EXIT_CODE
 
-__all__ = ["PodJob", "indexed_job", "objects", "token_secret", "train_job"]
-
 Object = dict[str, Any]
 Kind = Literal["job", "trainjob"]
 

@@ -15,8 +15,6 @@ from echelon.launch.failures.failure import ErrorRecord, RankEnd, first_failure
 if TYPE_CHECKING:
     from ray.train import Result, ScalingConfig
 
-__all__ = ["run"]
-
 # gloo in addition to NCCL, for objects and CPU tensors.
 _BACKEND_OF_GPUS = "cpu:gloo,cuda:nccl"
 

@@ -8,8 +8,6 @@ from echelon.base import environ
 from echelon.base.errors import ConfigError
 from echelon.world.environment import integer, slurm_first_host, slurm_port, slurm_tasks_by_node
 
-__all__ = ["Step", "current_step"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:

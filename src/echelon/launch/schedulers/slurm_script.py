@@ -22,8 +22,6 @@ from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.script import Script
 from echelon.status.stop_barrier import EXIT_CODE
 
-__all__ = ["WAIT_S", "BatchJob", "batch_script"]
-
 # How long ranks without a launcher may run after the first one has exited. The last save of rank 0 takes less.
 WAIT_S = 300
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["Host", "excluding", "included", "including", "read_hostfile"]
-
 _DO = "write one machine per line, such as: worker-0 slots=8"
 
 

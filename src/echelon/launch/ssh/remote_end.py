@@ -20,8 +20,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["main"]
-
 _NAMES = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"})
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0  # the launcher stops its ranks within 5

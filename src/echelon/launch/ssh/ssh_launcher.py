@@ -32,8 +32,6 @@ from echelon.launch.ssh import remote_end
 from echelon.launch.ssh.hostfile import Host
 from echelon.status.stop_barrier import EXIT_CODE
 
-__all__ = ["SSH_ARGS_VARIABLE", "run_on_hosts"]
-
 SSH_ARGS_VARIABLE = "ECHELON_SSH_ARGS"
 """Environment variable with additional ssh options in shell syntax, such as ``-p 2222 -i key``."""
 

@@ -9,17 +9,6 @@ from typing import TypeVar
 
 from echelon.base.errors import ConfigError
 
-__all__ = [
-    "HubStrategy",
-    "IntervalStrategy",
-    "OptimizerNames",
-    "ParallelMode",
-    "SaveStrategy",
-    "SchedulerType",
-    "choose",
-    "suggest",
-]
-
 
 class _Names(str, Enum):
     # A str, so that `args.eval_strategy == "steps"` holds, and members equal those of transformers.

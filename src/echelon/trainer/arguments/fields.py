@@ -11,8 +11,6 @@ from typing import Any, ClassVar, TypeVar
 
 from echelon.trainer.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
 
-__all__ = ["TrainingFields", "setting"]
-
 _Value = TypeVar("_Value")
 
 

@@ -13,8 +13,6 @@ from echelon.base.errors import ConfigError
 from echelon.base.optional import is_available
 from echelon.trainer.arguments.enums import suggest
 
-__all__ = ["as_dict", "parse_duration", "parse_report_to"]
-
 _CLOCK = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+):(\d+)")  # days:hours:minutes:seconds
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 # name in transformers -> required package

@@ -17,15 +17,6 @@ from echelon.trainer.arguments.fields import TrainingFields
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
 
-__all__ = [
-    "deepspeed_optimizer",
-    "deepspeed_plugin",
-    "deepspeed_schedule",
-    "fsdp_plugin",
-    "parallelism",
-    "read_fsdp",
-]
-
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OPTIONS = (*_STRATEGIES, "offload", "auto_wrap")
 # key of fsdp_config -> field of the plugin

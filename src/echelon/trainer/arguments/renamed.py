@@ -9,8 +9,6 @@ from echelon.base.errors import ConfigError
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import suggest
 
-__all__ = ["KEPT", "translate"]
-
 _Value = Any
 # old name -> (new name, conversion of the value; a result of None leaves the new setting unset)
 _CONVERTED: Mapping[str, tuple[str, Callable[[_Value], _Value]]] = {

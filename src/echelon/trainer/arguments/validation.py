@@ -11,8 +11,6 @@ from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy, Sche
 from echelon.trainer.arguments.fields import TrainingFields
 from echelon.trainer.arguments.plugins import read_fsdp
 
-__all__ = ["check_values", "refuse_optimizer", "set_derived_values"]
-
 logger = get_logger(__name__)
 
 

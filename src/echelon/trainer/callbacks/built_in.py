@@ -17,8 +17,6 @@ from echelon.trainer.callbacks.notebook_progress import NotebookProgressCallback
 from echelon.trainer.callbacks.progress_bars import PrinterCallback, ProgressCallback
 from echelon.trainer.callbacks.trackers import CSVCallback, TrackerCallback, run_folder
 
-__all__ = ["TimeLimitCallback", "built_in_callbacks", "progress_callback"]
-
 logger = get_logger(__name__)
 
 

@@ -19,16 +19,6 @@ from echelon.trainer.state import ExportableState, TrainerControl, TrainerState
 if TYPE_CHECKING:
     from echelon.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = [
-    "EVENTS",
-    "CallbackHandler",
-    "DefaultFlowCallback",
-    "EarlyStoppingCallback",
-    "TrainerCallback",
-    "require_agreement",
-    "usual_flags",
-]
-
 logger = get_logger(__name__)
 
 _Control = TrainerControl | None

@@ -12,8 +12,6 @@ from echelon.trainer.arguments.enums import IntervalStrategy
 from echelon.trainer.callbacks.callback_handler import TrainerCallback
 from echelon.trainer.callbacks.progress_bars import loss_rows
 
-__all__ = ["NotebookProgressCallback"]
-
 # Minimum time between two redraws.
 _EVERY_S = 0.2
 

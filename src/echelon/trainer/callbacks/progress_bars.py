@@ -13,8 +13,6 @@ from echelon.base.progress import shows_bars
 from echelon.trainer.arguments.enums import IntervalStrategy
 from echelon.trainer.callbacks.callback_handler import TrainerCallback
 
-__all__ = ["PrinterCallback", "ProgressCallback", "loss_rows"]
-
 _NOT_SHOWN = ("_runtime", "_per_second", "_time")
 
 

@@ -17,8 +17,6 @@ from echelon.trainer.callbacks.callback_handler import TrainerCallback
 if TYPE_CHECKING:
     from echelon.accelerator import Accelerator
 
-__all__ = ["CSVCallback", "TrackerCallback", "add_split_prefixes", "run_folder", "tracker_settings"]
-
 # Trackers that write to the run's directory; the others have a project and a run name.
 _IN_FOLDERS = frozenset({"tensorboard", "jsonl", "csv", "dvclive"})
 

@@ -19,15 +19,6 @@ from echelon.base.warnings import warn
 from echelon.checkpoint.formats.transformers import ECHELON_WEIGHTS
 from echelon.checkpoint.formats.weight_files import plain_names, read_model
 
-__all__ = [
-    "has_adapters",
-    "holds_adapters",
-    "load_adapted_model",
-    "saves_itself",
-    "trained_state",
-    "warn_of_weights_outside",
-]
-
 _FILES = "adapter_model.*"
 
 

@@ -16,24 +16,6 @@ from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.state import TrainerState
 
-__all__ = [
-    "ARGUMENTS_FILE",
-    "PREFIX",
-    "STATE_FILE",
-    "WEIGHTS_FILE",
-    "SavesItself",
-    "best_folder",
-    "checkpoint_format",
-    "get_last_checkpoint",
-    "metric_for_best",
-    "point_to_best",
-    "remove_last_checkpoint",
-    "remove_surplus",
-    "update_best_metric",
-    "warn_of_unsaved_best",
-    "write_json",
-]
-
 logger = get_logger(__name__)
 
 PREFIX = "checkpoint-"

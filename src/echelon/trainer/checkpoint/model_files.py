@@ -37,8 +37,6 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
 )
 from echelon.trainer.session import TrainerSession
 
-__all__ = ["load_model_from", "write_model_files", "write_state_tensors"]
-
 
 def write_model_files(
     args: TrainingArguments,

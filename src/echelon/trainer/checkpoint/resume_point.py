@@ -50,14 +50,6 @@ from echelon.trainer.state import TrainerState
 from echelon.trainer.trainer_methods import TrainerMethods, is_overridden
 from echelon.trainer.training_plan import TrainingPlan
 
-__all__ = [
-    "ResumePoint",
-    "ResumedTraining",
-    "find_checkpoint",
-    "saved_arguments",
-    "saved_batch_size",
-]
-
 logger = get_logger(__name__)
 
 _WORDS = MappingProxyType({"true": True, "false": False})

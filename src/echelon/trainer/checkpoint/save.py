@@ -32,8 +32,6 @@ from echelon.trainer.session import TrainerSession
 from echelon.trainer.state import callback_states
 from echelon.trainer.trainer_methods import TrainerMethods
 
-__all__ = ["CheckpointWriter"]
-
 
 class CheckpointWriter:
     """Writes a run's checkpoints."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["CURSOR_FIELDS", "LENGTH_FIELDS", "TrainCursor"]
-
 LENGTH_FIELDS = ("num_steps_beyond", "has_no_end")
 """``TrainCursor`` fields that describe data whose reported length is wrong; a resumed run keeps them."""
 CURSOR_FIELDS = ("epoch", "num_batches", "is_over", *LENGTH_FIELDS)

@@ -11,8 +11,6 @@ from torch.utils.data import default_collate
 
 from echelon.base.errors import UsageError
 
-__all__ = ["PaddingCollator", "Tokenizer", "default_data_collator"]
-
 
 @runtime_checkable
 class Tokenizer(Protocol):

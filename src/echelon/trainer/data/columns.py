@@ -13,17 +13,6 @@ from echelon.accelerator.compile import uncompiled
 from echelon.base.errors import UsageError
 from echelon.trainer.signatures import parameters_of, takes_anything
 
-__all__ = [
-    "ColumnFilter",
-    "KeptColumns",
-    "Table",
-    "drop_columns",
-    "find_labels",
-    "forward_of",
-    "kept_columns",
-    "signature_columns",
-]
-
 # Common names of columns that only an overridden compute_loss reads.
 _LABEL_WORDS = ("label", "target")
 _LABEL_LETTERS = ("y",)

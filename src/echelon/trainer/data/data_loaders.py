@@ -18,8 +18,6 @@ from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.data.columns import KeptColumns
 from echelon.trainer.data.length_samplers import BalancedBatchSampler, LengthGroupedSampler, lengths_of
 
-__all__ = ["LoaderSource", "as_dataset", "choose_eval_dataset", "local_loader", "train_sampler"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoaderSource:

@@ -17,8 +17,6 @@ from echelon.trainer.training_plan import TrainingPlan
 if TYPE_CHECKING:
     from echelon.accelerator.accelerator import Accelerator
 
-__all__ = ["EpochBatches", "warn_of_wrong_length"]
-
 
 class EpochBatches(Iterator[Any]):
     """Iterates over one pass of ``loader`` and detects whether more batches follow.

@@ -10,8 +10,6 @@ from torch.utils.data import Sampler
 
 from echelon.base.errors import UsageError
 
-__all__ = ["BalancedBatchSampler", "LengthGroupedSampler", "balanced_sizes", "lengths_of"]
-
 _QUADRATIC = 0.001
 """Cost of attention per squared token, relative to the cost of everything else per token."""
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 
-__all__ = ["WatchedNumber", "count_items", "items_of", "num_tokens", "shifts_labels"]
-
 # Values of ``loss_type`` in transformers whose loss shifts the labels.
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration")
 

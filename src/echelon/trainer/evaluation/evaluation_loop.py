@@ -33,8 +33,6 @@ from echelon.trainer.trainer_methods import (
 )
 from echelon.trainer.training_plan import num_examples_of
 
-__all__ = ["measure_evaluation", "predict_batch", "run_evaluation"]
-
 logger = get_logger(__name__)
 
 

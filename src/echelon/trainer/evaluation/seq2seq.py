@@ -19,8 +19,6 @@ from echelon.trainer.evaluation.evaluation_loop import predict_batch
 from echelon.trainer.results import PredictionOutput
 from echelon.trainer.trainer import Trainer
 
-__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments"]
-
 
 @runtime_checkable
 class _Generates(Protocol):

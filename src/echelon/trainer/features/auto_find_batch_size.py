@@ -15,8 +15,6 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.trainer.results import TrainOutput
 from echelon.trainer.trainer_methods import TrainerMethods
 
-__all__ = ["evaluation_memory_error", "smaller_batch_sizes", "find_batch_size_and_train"]
-
 
 def smaller_batch_sizes(batch_size: int, *, accumulation: int) -> list[int]:
     """Return the batch sizes to try next: all smaller divisors of the total batch size, largest first."""

@@ -18,8 +18,6 @@ from echelon.trainer.arguments.enums import HubStrategy
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.progress_bars import loss_rows
 
-__all__ = ["CARD_FILE", "HubUpload", "tags_of", "write_card"]
-
 logger = get_logger(__name__)
 
 CARD_FILE = "README.md"

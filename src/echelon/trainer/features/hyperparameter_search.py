@@ -14,8 +14,6 @@ from echelon.trainer.arguments.training_arguments import set_arguments
 from echelon.trainer.session import TrainerSession
 from echelon.trainer.trainer_methods import TrainerMethods
 
-__all__ = ["BestRun", "Trial", "default_compute_objective", "default_space", "search"]
-
 logger = get_logger(__name__)
 
 _OTHER_BACKENDS = ("ray", "wandb")

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["MemoryMeter"]
-
 # Sampling interval of the process's memory, for its peak.
 _EVERY_S = 0.01
 

@@ -21,15 +21,6 @@ from echelon.trainer.session import DerivedAttributes, ModelInterface, PreparedO
 from echelon.trainer.signatures import num_positional, takes, takes_anything
 from echelon.trainer.trainer_methods import TrainerMethods, is_overridden
 
-__all__ = [
-    "enable_activation_checkpointing",
-    "inspect_model",
-    "noisy_embeddings",
-    "prepare_pipeline",
-    "set_up_model",
-    "splits_layers",
-]
-
 
 @runtime_checkable
 class _Enables(Protocol):

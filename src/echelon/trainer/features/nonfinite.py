@@ -12,8 +12,6 @@ from torch import nn
 from echelon.base.errors import EchelonError
 from echelon.trainer.data import batches
 
-__all__ = ["NonFiniteError", "checked_forward", "first_bad"]
-
 _ADVICE = (
     "lower the learning rate or max_grad_norm, check the data of this step, or use bf16 or float32 instead of fp16"
 )

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from echelon.base.errors import ConfigError
 
-__all__ = ["Adafactor"]
-
 
 class Adafactor(Optimizer):
     """Divides the gradient by the root of its running mean square; for matrices, stores only row and column means.

@@ -8,8 +8,6 @@ from typing import Any, Literal, SupportsFloat
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-__all__ = ["GreedyLR"]
-
 _IS_BETTER = (
     "_is_better" if hasattr(ReduceLROnPlateau, "_is_better") else "is_better"
 )  # named is_better in torch 2.7 and 2.8

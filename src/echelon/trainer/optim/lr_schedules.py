@@ -14,8 +14,6 @@ from echelon.base.errors import ConfigError
 from echelon.trainer.arguments.enums import SchedulerType, choose
 from echelon.trainer.optim.greedy_lr import GreedyLR
 
-__all__ = ["get_scheduler"]
-
 
 def get_scheduler(
     name: str | SchedulerType,

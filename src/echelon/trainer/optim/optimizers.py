@@ -22,18 +22,6 @@ from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.optim.adafactor import Adafactor
 from echelon.trainer.optim.lr_schedules import get_scheduler
 
-__all__ = [
-    "build_optimizer",
-    "build_scheduler",
-    "decay_parameter_names",
-    "find_param_group",
-    "optimizer_class_and_arguments",
-    "param_groups_of",
-    "parameter_groups",
-    "set_optimizer_mode",
-    "unwrapped",
-]
-
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 

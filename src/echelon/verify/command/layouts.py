@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from echelon.base.errors import UsageError
 from echelon.engines.registry import ENGINES, load_engine
 
-__all__ = ["Layout", "parse_layouts"]
-
 _MAX_PROCESSES = 1024
 
 

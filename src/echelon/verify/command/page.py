@@ -23,8 +23,6 @@ from echelon.verify.command.terminal_output import (
 from echelon.verify.command.verification import LayoutResult, Verification
 from echelon.verify.finding import STAGES, Cell, Finding, Verdict
 
-__all__ = ["render_verification"]
-
 _MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "equal bits": ("bits", "="),

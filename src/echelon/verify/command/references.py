@@ -23,8 +23,6 @@ from echelon.verify.trace import (
     recorded_version,
 )
 
-__all__ = ["MergeError", "Reference", "References", "batch_factor", "saved_traces"]
-
 _NUM_PERTURBED = 4
 """Two pairs of runs that are perturbed in opposite directions: a value close to a kink (relu, the sign of a gradient in Adam) crosses it
 in one run of a pair."""

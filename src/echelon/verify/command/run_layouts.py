@@ -21,17 +21,6 @@ from echelon.verify.command.layouts import Layout
 from echelon.verify.trace import file_of_rank
 from echelon.world.launch_variables import NO_RECORD_VARIABLE
 
-__all__ = [
-    "PLACEHOLDER",
-    "LayoutRun",
-    "LayoutRunner",
-    "RunFailure",
-    "RunLimits",
-    "RunRequest",
-    "WARM_MODULES",
-    "run_environment",
-]
-
 PLACEHOLDER = "{layout}"
 """In the script's arguments: becomes the name of the layout, so that each run writes to a folder of its own."""
 

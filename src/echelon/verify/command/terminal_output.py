@@ -17,8 +17,6 @@ from echelon.verify.command.run_layouts import RunFailure
 from echelon.verify.command.verification import LayoutResult, Verification
 from echelon.verify.finding import Finding, Stage, Verdict
 
-__all__ = ["REMARK", "Palette", "cause_of", "headline", "place_of", "render", "shown_line", "size_of", "summary_of"]
-
 REMARK = "Note: this differs from one process, but is just as correct, so the result above does not include it; a change is optional"
 _NO_USER_CODE = "(the Trainer runs this stage; no code of the script takes part in it)"
 _TRAIN = re.compile(r"(?<!model)\.train\(")

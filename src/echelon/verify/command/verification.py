@@ -17,8 +17,6 @@ from echelon.verify.comparison.invariants import unequal_progress
 from echelon.verify.finding import Finding, Verdict
 from echelon.verify.trace import Event, Model, Trace, read_trace
 
-__all__ = ["LayoutResult", "Verification", "VerifyPlan", "verify"]
-
 Outcome = Literal["same", "different", "not comparable", "failed"]
 
 

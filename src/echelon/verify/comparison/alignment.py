@@ -30,17 +30,6 @@ from echelon.verify.trace import (
     Trace,
 )
 
-__all__ = [
-    "AlignedRun",
-    "RankUpdate",
-    "RecordedTensor",
-    "SampleIds",
-    "TensorKind",
-    "calls_of",
-    "rows_by_sample",
-    "whole_tensor",
-]
-
 TensorKind: TypeAlias = Literal["reduced", "clipped", "weights", "buffers", "optimizer_state"]
 
 

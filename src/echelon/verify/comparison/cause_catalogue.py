@@ -9,8 +9,6 @@ from typing import Any
 
 from echelon.verify.finding import Stage
 
-__all__ = ["CAUSES", "KnownCause", "LikelyCause", "likely_cause"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCause:

@@ -23,8 +23,6 @@ from echelon.verify.comparison.tolerance import Measurement, RoundingModel, unit
 from echelon.verify.finding import Stage
 from echelon.verify.trace import Forward
 
-__all__ = ["Comparison", "DifferenceKind", "RunDifference", "Tolerances", "failed_values", "structure_differences"]
-
 DifferenceKind: TypeAlias = Literal[
     "values",
     "missing",

@@ -26,8 +26,6 @@ from echelon.verify.comparison.value_causes import (
 from echelon.verify.comparison.wording import named_ranks
 from echelon.verify.finding import Finding, Stage
 
-__all__ = ["finding_of"]
-
 _SUBJECTS: dict[Stage, str] = {
     "initial weights": "the weights before the first update differ",
     "forward": "outputs in the forward pass differ",

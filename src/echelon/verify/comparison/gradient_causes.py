@@ -19,8 +19,6 @@ from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.wording import listed, named_ranks, per_rank
 from echelon.verify.finding import Stage
 
-__all__ = ["GradientCauses", "Vector", "are_tied", "ratio_between", "scale_between"]
-
 Vector = Mapping[str, np.ndarray]
 """Projections of tensors by name, which stand for one vector."""
 

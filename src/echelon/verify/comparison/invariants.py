@@ -12,15 +12,6 @@ from echelon.verify.comparison.tolerance import unit_roundoff
 from echelon.verify.comparison.wording import named_ranks, per_rank
 from echelon.verify.trace import OptimizerStep
 
-__all__ = [
-    "GeneratorHistory",
-    "rates_of",
-    "unequal_clips",
-    "unequal_progress",
-    "unequal_steps",
-    "untrained_ranks",
-]
-
 
 class GeneratorHistory:
     """The states from which dropout masks were drawn so far."""

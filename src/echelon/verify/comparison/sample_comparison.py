@@ -7,8 +7,6 @@ from collections import Counter
 from echelon.verify.comparison.alignment import AlignedRun, SampleIds
 from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 
-__all__ = ["SampleComparison"]
-
 
 class SampleComparison:
     """The samples of both runs by update."""

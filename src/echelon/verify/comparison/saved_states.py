@@ -12,9 +12,6 @@ from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.wording import listed
 from echelon.verify.trace import SavedState
 
-__all__ = ["load_cause", "load_differences", "resume_differences", "save_cause", "save_differences"]
-
-
 _States: TypeAlias = list[tuple[int, SavedState]]
 """Ranks and events of one checkpoint; a rank that holds whole tensors and shards has one event of each kind."""
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
 
-__all__ = ["Measurement", "RoundingModel", "f_quantile", "unit_roundoff"]
-
 _MAX_FREEDOM = 1e6  # in place of infinitely many degrees of freedom
 
 

@@ -15,18 +15,6 @@ from echelon.verify.comparison.gradient_causes import are_tied, ratio_between, s
 from echelon.verify.comparison.wording import listed, named_ranks, per_rank
 from echelon.verify.trace import OptimizerStep
 
-__all__ = [
-    "buffer_cause",
-    "clip_cause",
-    "drawn_numbers",
-    "forward_cause",
-    "initial_cause",
-    "optimizer_cause",
-    "rate_cause",
-    "rng_cause",
-    "structure_cause",
-]
-
 
 def initial_cause(comparison: Comparison, differences: Sequence[RunDifference]) -> LikelyCause:
     """Explain weights that differ before the first update."""

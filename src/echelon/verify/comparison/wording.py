@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["listed", "named_ranks", "per_rank"]
-
 _MAX_NAMES = 4
 _MAX_RANKS = 8
 

@@ -25,8 +25,6 @@ from echelon.verify.recorders.user_code import line_of_batch
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Batch
 
-__all__ = ["Batches"]
-
 # Loaders that are no subclasses of DataLoader, by module. They are patched when they are found to be imported.
 _OTHER_LOADERS = {
     "accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher", "MpDeviceLoaderWrapper", "SkipDataLoader")

@@ -17,8 +17,6 @@ from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Clip
 
-__all__ = ["ClipRecorder"]
-
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 _CLASSES = (("accelerate.accelerator", "Accelerator"), ("torch.distributed.fsdp", "FullyShardedDataParallel"))
 

@@ -20,8 +20,6 @@ from echelon.distributed.tree import map_tensors
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recording import Recording
 
-__all__ = ["Float64"]
-
 _LOW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = frozenset({torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16})
 # Functions that draw. They draw in float32 as they do in the script's own dtype: in float64 they would draw other numbers.

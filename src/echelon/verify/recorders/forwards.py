@@ -18,8 +18,6 @@ from echelon.verify.recorders.models import plain_name
 from echelon.verify.recording import Recording
 from echelon.verify.trace import NUM_PROJECTIONS, Forward
 
-__all__ = ["Forwards", "projection_of_rows"]
-
 _BLOCK = 1 << 14
 """Elements of a row that are projected at once; each block of a longer row has its own signs."""
 

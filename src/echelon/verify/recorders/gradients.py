@@ -18,8 +18,6 @@ from echelon.verify.recorders.shards import sketch_named
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Gradients
 
-__all__ = ["GradientRecorder"]
-
 _Owner = tuple[int, str]
 """Index of the model, and name of the parameter."""
 

@@ -17,8 +17,6 @@ from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.sample_rows import SampleRows
 from echelon.verify.recording import Recording
 
-__all__ = ["KeyedDropout"]
-
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as signed 64-bit integers
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _ALL_BITS = (1 << 64) - 1

@@ -15,8 +15,6 @@ from echelon.verify.recorders.user_code import line_of_loss
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Loss
 
-__all__ = ["LossScales", "Losses", "parameters_of"]
-
 
 class Losses:
     """Records each loss with the weight that the script gives to ``Accelerator.backward(loss, num_items=)``."""

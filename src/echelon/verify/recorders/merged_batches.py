@@ -28,8 +28,6 @@ from echelon.data.batch import join_batches
 from echelon.verify.recorders.user_code import frames, line_of_user
 from echelon.verify.recording import Recording
 
-__all__ = ["MergedBatches"]
-
 # Libraries that rebuild a loader from the attributes of the script's loader, which has been merged already.
 _REBUILDERS = ("accelerate.", "echelon.data.", "echelon.distributed.", "echelon.accelerator.", "torch.", "torchdata.")
 _SCHEDULERS = ("echelon.accelerator.update.scheduler", "accelerate.scheduler")

@@ -15,8 +15,6 @@ from echelon.engines.param_groups import fsdp_groups
 from echelon.verify.recorders.user_code import lines_of_modules
 from echelon.verify.trace import Model
 
-__all__ = ["RecordedModel", "model_event", "plain_name", "without_wrappers"]
-
 _PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _WRAPPER_LIBRARIES = ("torch", "deepspeed", "echelon")
 

@@ -16,8 +16,6 @@ from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
 from echelon.verify.trace import OptimizerState, OptimizerStep
 
-__all__ = ["OptimizerRecorder", "sketch_optimizer_state"]
-
 _LARGE = 2**13
 """Elements. The state of larger tensors is summarized in a part of the updates: in an update in which it is wrong, the weights, which are
 summarized in each update, are wrong, too."""

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from echelon.verify.recorders.losses import parameters_of
 from echelon.verify.recording import Recording
 
-__all__ = ["GradientPerturbation", "Perturbation"]
-
 
 class Perturbation:
     """Multiplies each weight by ``1 + eps`` or ``1 - eps`` of its dtype, at random, before the first forward pass.

@@ -12,8 +12,6 @@ from echelon.verify.recorders.keyed_dropout import KeyedDropout
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Rng
 
-__all__ = ["RngStates"]
-
 
 class RngStates:
     """Records the states when a training forward pass begins.

@@ -14,8 +14,6 @@ import torch
 from echelon.distributed.tree import contents
 from echelon.verify.trace import Row
 
-__all__ = ["SampleRows", "item_lengths", "num_rows", "rows_of"]
-
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

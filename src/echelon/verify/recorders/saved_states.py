@@ -20,8 +20,6 @@ from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
 from echelon.verify.trace import SavedState
 
-__all__ = ["SavedStateRecorder"]
-
 _SAVES = (
     ("echelon.accelerator.checkpoint.checkpoints", "Checkpoints", ("save_state",)),
     ("accelerate.accelerator", "Accelerator", ("save_state",)),

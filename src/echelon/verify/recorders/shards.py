@@ -14,8 +14,6 @@ from torch import nn
 from echelon.base.sharded import is_dtensor
 from echelon.distributed.checks.sketch import LatestSketches, Positions, Sketches, sketches_of
 
-__all__ = ["NamedSketches", "SketchedPart", "as_shards", "sketch_named", "together"]
-
 _PLAIN = (torch.Tensor, nn.Parameter)  # types that are no DTensor
 
 

@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.verify.recording import Recording
 
-__all__ = ["SyncBatchNormOnCpu"]
-
 
 class SyncBatchNormOnCpu:
     """Replaces the forward pass of SyncBatchNorm for tensors on the CPU, and switches off DDP's refusal.

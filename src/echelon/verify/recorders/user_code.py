@@ -13,8 +13,6 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["LossCode", "frames", "line_of_batch", "line_of_loss", "line_of_user", "lines_of_modules"]
-
 LossCode: TypeAlias = Literal["", "compute_loss", "compute_loss_func", "model", "library"]
 """Which code computes the loss of a Trainer; empty if no Trainer does."""
 

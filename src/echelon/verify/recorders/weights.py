@@ -15,8 +15,6 @@ from echelon.verify.recorders.shards import sketch_named
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Buffers, ModelWeights
 
-__all__ = ["WeightRecorder"]
-
 _NUM_MARKED = 16
 
 

@@ -20,8 +20,6 @@ from echelon.distributed.alone import is_alone
 from echelon.distributed.checks.sketch import NUM_BUCKETS
 from echelon.distributed.small_messages import gather_bytes, host_wire
 
-__all__ = ["UpdateComparison"]
-
 _NUM_ROWS = 64
 _MIN_ROWS = 8
 _MOSTLY_DISTINCT = 0.9

@@ -17,8 +17,6 @@ from echelon.distributed.uncompiled import uncompiled
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_parameters
 
-__all__ = ["GradientLedger", "WatchedParameter", "local_of", "watched_parameters"]
-
 _WIDTH = NUM_BUCKETS + 1  # numbers of a sketch; the last one is the sum of squares
 _PLAIN = (torch.Tensor, nn.Parameter)  # types that are no DTensor
 _SMALL = 4096  # elements of a gradient that is copied, to be sketched together with others

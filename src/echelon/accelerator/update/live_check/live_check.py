@@ -43,8 +43,6 @@ from echelon.engines.base import Engine
 from echelon.engines.delegating_engine import DelegatingEngine
 from echelon.world.world import World
 
-__all__ = ["LiveCheck"]
-
 
 class LiveCheck(DelegatingEngine):
     """Checks every N-th update of one run: wraps its engine, and the backward passes of its update policy.

@@ -9,8 +9,6 @@ from functools import cache
 
 import torch
 
-__all__ = ["STAGES", "Mismatch", "allowed_factor", "roundoff", "smallest", "those"]
-
 STAGES = ("data", "rng", "buffers", "loss weight", "reduce", "clip", "scheduler", "optimizer", "weights")
 """Stages of an update, in the order in which one follows from the other. ``weights`` are those before the step: they follow from an
 earlier update that was not checked, in which any of the others differed."""

@@ -20,15 +20,6 @@ from echelon.distributed.checks.sketch import Hashes, content_hashes
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_name
 
-__all__ = [
-    "ClipCall",
-    "ForwardFacts",
-    "LossWeight",
-    "Observation",
-    "OptimizerSteps",
-    "generator_hash",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipCall:

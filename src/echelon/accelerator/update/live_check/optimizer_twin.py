@@ -12,8 +12,6 @@ from torch.optim import LBFGS, Optimizer
 
 from echelon.accelerator.update.live_check.gradient_ledger import local_of
 
-__all__ = ["OptimizerTwin"]
-
 _NUM_SAMPLED = 2
 _MAX_ELEMENTS = 2**22
 _FEW_ELEMENTS = 2**16  # of all samples, if there is more than one
