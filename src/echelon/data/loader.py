@@ -261,10 +261,10 @@ class PreparedLoader(DataLoader[Any]):
         total = length_of(batches.sampler)
         return None if total < 0 or batches.drop_last else total % batches.batch_size or None
 
-    def _warn_of_padding(self) -> None:
+    def _warn_of_padding(self, last: LastStep) -> None:
         """Warn once if an evaluation does not remove padding samples."""
-        last, plan = self.last_step, self.plan
-        if self._has_trimmed or last is None or plan is None or plan.trains or min(last.real) > 0:
+        plan = self.plan
+        if self._has_trimmed or plan is None or plan.trains or min(last.real) > 0:
             return
         self._has_trimmed = True
         idle = ", ".join(str(rank) for rank, num in enumerate(last.real) if num == 0)
@@ -555,7 +555,8 @@ class PreparedLoader(DataLoader[Any]):
                 yield self._give(batch, is_tracked=is_tracked)
                 if tracker is not None:
                     tracker.end_batch(self)
-                self._warn_of_padding()
+                if self.last_step is not None:
+                    self._warn_of_padding(self.last_step)
             if first_pass is not None:
                 first_pass.end()
             self._complete_pass()

@@ -66,10 +66,10 @@ class _Phases:
         self._notes.phase(_DATA)
 
     def after_reading(self, _batch: Any, _facts: object) -> None:
-        trains = torch.is_grad_enabled()
-        self._notes.phase(_TRAIN if trains else _EVALUATE)
-        if trains and self._times_forward:
-            self._notes.part(_FORWARD)
+        if torch.is_grad_enabled():
+            self._notes.phase(_TRAIN, _FORWARD if self._times_forward else None)
+        else:
+            self._notes.phase(_EVALUATE)
 
 
 class _SampleCounter:

@@ -160,7 +160,7 @@ def find_batch_size(data: Any) -> int:
         UsageError: ``data`` is empty, its first leaf is a 0-d tensor, or its first leaf is not a tensor (then also a TypeError).
     """
     first = data
-    while (held := contents(first)) is not None:
+    while not isinstance(first, torch.Tensor) and (held := contents(first)) is not None:
         if len(held) == 0:
             raise UsageError(f"an empty {type(first).__name__} has no batch size", do="pass at least one tensor")
         first = next(iter(held.values())) if isinstance(held, dict) else held[0]

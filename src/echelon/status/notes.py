@@ -66,26 +66,23 @@ class Notes:
             self._write()
         if not self._begun_ns:
             self._begin(phase)
-            return
         self.part(_PART_OF[phase])
 
-    def phase(self, phase: Phase) -> Phase:
-        """Record that a phase starts, and return the previous phase."""
+    def phase(self, phase: Phase, part: StepPart | None = None) -> Phase:
+        """Record that a phase starts, with ``part`` of the step if that is known, and return the previous phase."""
         before = self._phase
         if phase is not before:
             self._phase = phase
             if self._slot is not None:
                 self._write()
-            if self._begun_ns:
-                self.part(_PART_OF[phase])
-            else:
+            if not self._begun_ns:
                 self._begin(phase)
+            self.part(_PART_OF[phase] if part is None else part)
         return before
 
     def _begin(self, phase: Phase) -> None:
         if phase in _LOOP_PHASES:
             self._begun_ns = self._since_ns = monotonic_ns()
-            self.part(_PART_OF[phase])
 
     def part(self, part: StepPart) -> StepPart:
         """Attribute time to ``part`` of the step from now on, and return the previous part."""
