@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from echelon import Accelerator, AutocastKwargs, DataLoaderConfiguration, GradientAccumulationPlugin
 from echelon.base import environ
 from echelon.base.errors import ConfigError, DesyncError, EchelonError, UsageError
 from echelon.distributed import shard
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import marked_lines
 
 
 def _raised(function: Any, *args: Any, world_size: int = 2) -> EchelonError:
@@ -53,27 +55,36 @@ def _forgotten_loader(how: str) -> None:
     elif how == "distributed sampler":
         sampler = torch.utils.data.DistributedSampler(range(8))  # type: ignore[arg-type]
         train_loader = DataLoader(torch.arange(8.0)[:, None], batch_size=4, sampler=sampler)  # type: ignore[arg-type]
-    for x in train_loader:
-        accelerator.backward(model(x).mean())  # LINE
+    elif how == "read before":
+        assert len(list(train_loader)) == 2
+        train_loader = [torch.full((4, 1), float(accelerator.process_index))]
+    elif how == "held":
+        train_loader = {"train": [tqdm(train_loader, disable=True)]}["train"][0]
+    elif how == "without a name":
+        del train_loader
+        for x in DataLoader(torch.arange(8.0)[:, None], batch_size=4):  # type: ignore[arg-type] # ITERATED
+            accelerator.backward(model(x).mean())
+        return
+    for x in train_loader:  # ITERATED
+        accelerator.backward(model(x).mean())
 
 
-def test_an_unprepared_loader_is_reported() -> None:
-    error = _raised(_forgotten_loader, "forgotten")
+@pytest.mark.parametrize("how", ["in a variable", "held", "without a name"])
+def test_an_unprepared_loader_is_reported(how: str) -> None:
+    error = _raised(_forgotten_loader, how)
     assert isinstance(error, UsageError)
-    assert "'train_loader' is a DataLoader that was not prepared" in str(error)
-    assert "train_loader = accelerator.prepare(train_loader)" in str(error)
-    with open(__file__) as source:
-        line = next(i for i, text in enumerate(source, 1) if text.rstrip().endswith("# LINE"))
-    assert f"{__file__}:{line}" in str(error)
+    assert "was not prepared, so every process would train on the same samples" in str(error)
+    assert "loader = accelerator.prepare(loader)" in str(error)
+    assert any(f"/{line} was not prepared" in str(error) for line in marked_lines(__file__, "ITERATED"))
 
 
-@pytest.mark.parametrize("how", ["sharded by Level 1", "allowed", "prepared", "distributed sampler"])
+@pytest.mark.parametrize("how", ["sharded by Level 1", "allowed", "prepared", "distributed sampler", "read before"])
 def test_correct_loaders_are_not_reported(how: str) -> None:
     run_on_ranks(_forgotten_loader, how, world_size=2)
 
 
 def test_one_process_may_use_any_loader() -> None:
-    run_on_ranks(_forgotten_loader, "forgotten", world_size=1)
+    run_on_ranks(_forgotten_loader, "in a variable", world_size=1)
 
 
 def _unequal_gather() -> None:

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from echelon import Accelerator
-from echelon.distributed.torch_hooks import is_in_backward, watch_module_changes, watch_optimizer_steps
+from echelon.distributed.torch_hooks import is_in_backward, watch_calls, watch_module_changes, watch_optimizer_steps
 
 
 class _Owner:
@@ -148,3 +148,35 @@ def test_a_hook_of_a_parameter_is_inside_the_backward_pass() -> None:
     model.weight.register_post_accumulate_grad_hook(lambda _: seen.append(is_in_backward()))
     model(torch.ones(1, 1)).sum().backward()
     assert (seen, is_in_backward()) == ([True], False)
+
+
+class _Loop:
+    def __init__(self) -> None:
+        self.seen: list[tuple[object, str]] = []
+
+    def note(self, called: object, result: str) -> None:
+        self.seen.append((called, result))
+
+
+class _Called:
+    def run(self, text: str) -> str:
+        return text.upper()
+
+
+def test_a_watched_method_is_the_classs_own_again_when_nobody_watches() -> None:
+    plain, called = _Called.run, _Called()
+    first, second = _Loop(), _Loop()
+    stop = watch_calls(first, _Called, "run", _Loop.note)
+    watch_calls(second, _Called, "run", _Loop.note)
+    assert called.run("a") == "A"
+    stop()
+    stop()
+    assert called.run("b") == "B"
+    assert first.seen == [(called, "A")]
+    assert second.seen == [(called, "A"), (called, "B")]
+    del second
+    gc.collect()
+    assert _Called.run is plain
+    watch_calls(first, _Called, "run", _Loop.note)
+    assert called.run("c") == "C"
+    assert first.seen[-1] == (called, "C")

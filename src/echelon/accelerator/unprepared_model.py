@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,6 +19,8 @@ from echelon.base.warnings import UserLine, user_line, warn
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.already_sharded import find_existing_sharding
 from echelon.distributed.shard import ShardedLoader
+from echelon.distributed.torch_hooks import watch_calls
+from echelon.status.call_site import CallSite, current_call_site
 
 
 class UnpreparedModelCheck:
@@ -26,21 +29,34 @@ class UnpreparedModelCheck:
     Args:
         num_processes: number of processes in the run.
         state: tells whether a prepared loader is being iterated over.
+        loaders: the prepared loaders.
     """
 
-    def __init__(self, *, num_processes: int, state: GradientState) -> None:
+    def __init__(self, *, num_processes: int, state: GradientState, loaders: Sequence[PreparedLoader]) -> None:
         self._num_processes = num_processes
         self._state = state
-        self._unsharded: list[DataLoader[Any]] = []
+        self._loaders = loaders
+        self._allowed: list[DataLoader[Any]] = []
+        # By iterator, while it is alive: where its pass began. The loader is gone in `for batch in DataLoader(...)`.
+        self._passes: WeakKeyDictionary[Any, CallSite] = WeakKeyDictionary()
+        self._stop: Callable[[], object] = _do_nothing
         self.is_pending = num_processes > 1
         """Whether no backward pass has run yet."""
+        if self.is_pending:
+            self._stop = watch_calls(self, DataLoader, "__iter__", UnpreparedModelCheck._add_pass)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_unsharded": []}
+        return {**vars(self), "_allowed": [], "_loaders": (), "_passes": {}, "_stop": _do_nothing}
 
     def allow(self, loader: DataLoader[Any]) -> None:
         """Allow every process to read all of ``loader``."""
-        self._unsharded.append(loader)
+        self._allowed.append(loader)
+
+    def _add_pass(self, loader: DataLoader[Any], iterator: Any) -> None:
+        """Record that a pass begins over a loader that gives the same data to every process."""
+        self._passes.pop(iterator, None)  # persistent workers keep their iterator
+        if not any(loader is one for one in self._allowed) and _gives_all_ranks_the_same(loader, self._loaders):
+            self._passes[iterator] = current_call_site()
 
     def run(self, models: Sequence[nn.Module], *, averaged: Sequence[nn.Parameter]) -> None:
         """Run the check at the first backward pass.
@@ -52,31 +68,23 @@ class UnpreparedModelCheck:
         Raises:
             UsageError: a loader yields the same data on every process.
         """
-        self.is_pending = False
-        if not self._state.in_dataloader:
-            _refuse_unprepared_loader(num_processes=self._num_processes, unsharded=self._unsharded)
+        self._end()
+        lines = list(self._passes.values())
+        self._passes.clear()
+        if lines and not self._state.in_dataloader:
+            raise _error(lines[-1], self._num_processes)
         if not models:
             ids = frozenset(map(id, averaged))
             _warn_of_unprepared_model("backward()", num_processes=self._num_processes, averaged=ids)
 
+    def _end(self) -> None:
+        self.is_pending = False
+        self._stop()
+
     def run_before_step(self) -> None:
         """Run the check before an optimizer step in a prepared loader's loop, if no model or optimizer was prepared."""
-        self.is_pending = False
+        self._end()
         _warn_of_unprepared_model("step()", num_processes=self._num_processes)
-
-
-def _refuse_unprepared_loader(*, num_processes: int, unsharded: list[Any]) -> None:
-    """Search the variables of the user's frames for a DataLoader that yields the same data on every rank.
-
-    Called at the first backward pass outside the loop of a prepared loader.
-
-    Raises:
-        UsageError: such a loader was found; the message names it and the user's line.
-    """
-    place = user_line()
-    for name, value in _variables_of_script(place):
-        if _gives_all_ranks_the_same(value) and not any(value is allowed for allowed in unsharded):
-            raise _error(name, place, num_processes)
 
 
 def _warn_of_unprepared_model(call: str, *, num_processes: int, averaged: frozenset[int] = frozenset()) -> None:
@@ -130,18 +138,21 @@ def _variables(frame: FrameType) -> dict[str, Any]:
     return variables
 
 
-def _gives_all_ranks_the_same(value: Any) -> bool:
-    if not isinstance(value, DataLoader) or isinstance(value, (PreparedLoader, ShardedLoader)):
+def _gives_all_ranks_the_same(loader: DataLoader[Any], prepared: Sequence[PreparedLoader]) -> bool:
+    if isinstance(loader, (PreparedLoader, ShardedLoader)) or any(loader is one.inner for one in prepared):
         return False
-    cut = find_existing_sharding(value)
-    return cut is None or cut.num_shards == 1
+    sharding = find_existing_sharding(loader)
+    return sharding is None or sharding.num_shards == 1
 
 
-def _error(name: str, place: UserLine, num_processes: int) -> UsageError:
+def _error(place: CallSite, num_processes: int) -> UsageError:
     return UsageError(
-        f"backward() runs on {num_processes} processes outside the loop of a prepared loader, and {name!r} is a DataLoader that "
-        "was not prepared, so every process would train on the same samples",
-        where=str(place),
-        do=f"call {name} = accelerator.prepare({name}), or accelerator.allow_unsharded({name}) if every process "
-        "should read all of it",
+        f"backward() runs on {num_processes} processes outside the loop of a prepared loader, and the DataLoader that is iterated "
+        f"over at {place.file}:{place.line} was not prepared, so every process would train on the same samples",
+        where=str(user_line()),
+        do="call loader = accelerator.prepare(loader), or accelerator.allow_unsharded(loader) if every process should read all of it",
     )
+
+
+def _do_nothing() -> None:
+    pass

@@ -72,31 +72,52 @@ def watch_module_changes(owner: Owner, on_change: Callable[[Owner, nn.Module], N
 
 def watch_calls(
     owner: Owner, kind: type, method: str, after_call: Callable[[Owner, Any, Any], None]
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """Call ``after_call(owner, self, result)`` after each call of a method of the class ``kind`` in this process.
 
     Args:
-        owner: held weakly.
-        after_call: function that must not reference ``owner``.
+        owner: the object the hook belongs to; it is held weakly, and the hook is removed when it is freed.
+        after_call: function that must not reference ``owner``, so pass one defined in its class, not a bound method.
 
     Returns:
-        A function that ends this.
+        A function that removes the hook.
     """
-    plain, reference = getattr(kind, method), weakref.ref(owner)
+    watched = getattr(getattr(kind, method), "watched_method", None) or _WatchedMethod(kind, method)
+    hook = _Hook(owner, after_call)
+    watched.add(hook)
+    removal = weakref.finalize(owner, watched.remove, hook)
+    removal.atexit = False
+    return removal
 
-    @functools.wraps(plain)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result, found = plain(self, *args, **kwargs), reference()
-        if found is not None:
-            after_call(found, self, result)
-        return result
 
-    def stop() -> None:
-        if getattr(kind, method) is watched:
-            setattr(kind, method, plain)
+class _WatchedMethod:
+    """A method of a class that calls hooks; while there are none, the class has its own method."""
 
-    setattr(kind, method, watched)
-    return stop
+    def __init__(self, kind: type, method: str) -> None:
+        self._kind, self._method = kind, method
+        self._plain: Any = getattr(kind, method)
+        self._hooks: list[_Hook[Any]] = []
+
+        @functools.wraps(self._plain)
+        def watched(of: Any, *args: Any, **kwargs: Any) -> Any:
+            result = self._plain(of, *args, **kwargs)
+            for hook in list(self._hooks):
+                hook.call(of, result)
+            return result
+
+        watched.watched_method = self  # type: ignore[attr-defined]
+        self._replacement = watched
+
+    def add(self, hook: _Hook[Any]) -> None:
+        if getattr(self._kind, self._method) is self._plain:
+            setattr(self._kind, self._method, self._replacement)
+        self._hooks.append(hook)
+
+    def remove(self, hook: _Hook[Any]) -> None:
+        if hook in self._hooks:
+            self._hooks.remove(hook)
+        if not self._hooks and getattr(self._kind, self._method) is self._replacement:
+            setattr(self._kind, self._method, self._plain)
 
 
 def is_in_backward() -> bool:
@@ -115,6 +136,12 @@ class _Hook(Generic[Owner]):
     def owner(self) -> Owner | None:
         """The owner, or None if it was freed."""
         return self._owner()
+
+    def call(self, *args: Any) -> None:
+        """Call the owner's function, unless the owner was freed."""
+        owner = self._owner()
+        if owner is not None:
+            self._function(owner, *args)
 
 
 class _StepHook(_Hook[Owner]):

@@ -144,7 +144,7 @@ def build_session(
         state=state,
         progress=Progress(),
         objects=objects,
-        unprepared=UnpreparedModelCheck(num_processes=data_world.world_size, state=state),
+        unprepared=UnpreparedModelCheck(num_processes=data_world.world_size, state=state, loaders=objects.loaders),
     )
     return Session(
         config=config,
