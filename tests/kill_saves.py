@@ -1,4 +1,4 @@
-"""A program for tests/unit/test_checkpoint_killed.py: saves on several ranks, one of which is killed at a file operation.
+"""A program for tests/unit/checkpoint/test_save_killed.py: saves on several ranks, one of which is killed at a file operation.
 
 The ranks are forked from this process, which has imported but not used torch, and communicate through pipes. Like a launcher, this
 process kills the remaining ranks when one has died.

@@ -42,8 +42,8 @@ class Run:
 
 def files() -> list[Path]:
     """Return the test files that start processes."""
-    found = [path for folder in FOLDERS for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))]
-    units = sorted((ROOT / "tests" / "unit").glob("test_*.py"))
+    found = [path for folder in FOLDERS for path in sorted((ROOT / "tests" / folder).rglob("test_*.py"))]
+    units = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
     return found + [path for path in units if STARTS_PROCESSES.search(path.read_text(encoding="utf-8"))]
 
 

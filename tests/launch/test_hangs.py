@@ -1,6 +1,6 @@
 """Real runs in which a rank is stopped, deadlocks or loops at a random instant of any part of the program: it is named in time.
 
-``make soak`` draws 100 of them (HANGS=number); tests/unit/test_hangs_simulated.py has thousands on a simulated clock.
+``make soak`` draws 100 of them (HANGS=number); tests/unit/launch/test_supervisor.py has thousands on a simulated clock.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def _shape(text: str) -> list[str]:
     return [re.sub(r"\b[KMG]B\b", "B", re.sub(r"\d[\d.]*(e-\d+)?", "#", line)) for line in lines]
 
 
-@pytest.mark.soak  # test_self_test_command.py has the command's screen and settings
+@pytest.mark.soak  # tests/unit/cli/test_test.py has the command's screen and settings
 def test_two_processes_pass_every_check_and_the_page_shows_what_they_print(command: Command) -> None:
     # No process that imports ahead: the only restart comes before it is done (test_restarts.py has it).
     result = command.echelon(

@@ -143,7 +143,7 @@ def test_ranks_with_unlike_shapes_are_both_shown_with_their_lines(command: Comma
     assert "where: ranks 0-1 of 2" in text
 
 
-@pytest.mark.soak  # test_diagnose.py has the verdict
+@pytest.mark.soak  # tests/unit/diagnose/test_stall.py has the verdict
 def test_uneven_data_is_told_from_a_wrong_call(command: Command) -> None:
     result = stall(command, DDP, "", "--on_stall=stop", args=("0",))
     text = report(result)

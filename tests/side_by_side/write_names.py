@@ -1,4 +1,4 @@
-"""Writes tests/unit/accelerate_names.json from the installed accelerate; run it with ``.venv-peers/bin/python``.
+"""Writes tests/data/accelerate_names.json from the installed accelerate; run it with ``.venv-peers/bin/python``.
 
 ``names``: what each public module defines (its packages: what they re-export). ``signatures``: of each class, method and
 function among them, the parameters without annotations. ``properties``: of each class.
@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ROOT / "tests" / "unit" / "accelerate_names.json"
+NAMES = ROOT / "tests" / "data" / "accelerate_names.json"
 PACKAGE = "accelerate"
 COMMANDS = ("commands", "commands.config", "commands.config.config_args", "commands.config.default")
 # In addition to the commands: the test scripts, and modules that need another library.
