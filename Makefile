@@ -19,6 +19,9 @@ TEST_PROCESSES ?= 3
 # In the order of tests/order.py.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
+# The tests of one folder of src/echelon: make test FOLDER=checkpoint.
+TESTS = $(if $(FOLDER),$(or $(wildcard $(addsuffix $(FOLDER),tests/ tests/unit/ tests/ranks/ tests/launch/)),tests/unit/$(FOLDER)))
+
 # Tests of the source's structure and of the documents, which `make check` runs.
 RULES := tests/test_layering.py tests/test_import_contracts.py tests/test_private_names.py tests/test_documents.py
 PROSE := docs $(wildcard *.md)
@@ -33,11 +36,11 @@ demo: $(VENV)/.stamp ## train a small model on two CPU processes, and write a pa
 	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
 	@$(BIN)/echelon report
 
-test: $(VENV)/.stamp ## run the tests that take less than a second or so, in five minutes: before each commit
-	@$(BIN)/python -m pytest -m "not slow and not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%)
+test: $(VENV)/.stamp ## run the tests that take less than a second or so, in five minutes: before each commit; of one folder: FOLDER=checkpoint
+	@$(BIN)/python -m pytest -m "not slow and not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%) $(TESTS)
 
 test-all: test ## run all tests that do not require a GPU
-	@$(BIN)/python -m pytest -m "slow and not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%)
+	@$(BIN)/python -m pytest -m "slow and not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%) $(TESTS) || [ $$? -eq 5 ]
 
 check: $(VENV)/.stamp ## check format, lint, spelling, prose, links, types, layers, calls per training step
 	@$(BIN)/ruff format --check --quiet .
