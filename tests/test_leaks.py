@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 from datetime import timedelta
@@ -11,12 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.harness import run_on_ranks
 from tests.leaks import Snapshot, leaks, settled_leaks
-
-
-def _nothing() -> None:
-    return None
 
 
 def test_a_leaked_variable_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,26 +77,3 @@ def test_an_ending_thread_is_not_a_leak() -> None:
 
     assert settled_leaks(before, take=take, patience_s=30) == []
     assert leaks(before, looks[0]) == ["thread 'ending' is still running"]
-
-
-def test_a_persistent_leak_is_reported_after_the_grace_period() -> None:
-    before = Snapshot.take()
-    os.environ["PLANTED"] = "1"
-    try:
-        assert settled_leaks(before, patience_s=0.05) == ["environment variable PLANTED was set"]
-    finally:
-        del os.environ["PLANTED"]
-
-
-def test_the_tracker_process_of_multiprocessing_is_not_a_leak() -> None:
-    from multiprocessing import resource_tracker
-
-    before = Snapshot.take()
-    resource_tracker.ensure_running()
-    assert leaks(before, Snapshot.take()) == []
-
-
-def test_the_rank_workers_of_the_harness_are_not_a_leak() -> None:
-    before = Snapshot.take()
-    run_on_ranks(_nothing, world_size=2)
-    assert leaks(before, Snapshot.take()) == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import CheckpointError, UsageError
@@ -42,6 +42,17 @@ class _Run:
             return False
         self.accelerator.save_state()
         return True
+
+    def train(self, stop: int) -> list[Any]:
+        """Read each loader in each of two epochs, and draw a random number after each batch; save and end at ``stop``."""
+        for epoch in self.accelerator.epochs(2):
+            for name, loader in zip("ab", self.loaders):
+                for i in loader:
+                    self.read.append((epoch, name, i.tolist(), torch.rand(()).item()))
+                    if self.stops_after(stop):
+                        self.accelerator.end_training()
+                        return self.read
+        return self.read
 
 
 @pytest.mark.parametrize("parity", ["off", "exact"])
@@ -205,21 +216,15 @@ def test_a_pass_abandoned_in_an_earlier_epoch_is_finished(parity: str, tmp_path:
 @pytest.mark.parametrize("parity", ["off", "exact"])
 @pytest.mark.parametrize("stop", range(1, 10))
 def test_two_training_loaders_one_after_the_other_are_each_read_once(parity: str, stop: int, tmp_path: Path) -> None:
-    def make(stop: int) -> list[Any]:
-        run = _Run(tmp_path, _numbers(6, shuffle=True), _numbers(4, shuffle=True), parity=parity)
-        for epoch in run.accelerator.epochs(2):
-            for name, loader in zip("ab", run.loaders):
-                for i in loader:
-                    run.read.append((epoch, name, i.tolist()))
-                    if run.stops_after(stop):
-                        return run.read
-        return run.read
+    def make(folder: str, stop: int = 0) -> list[Any]:
+        loaders = _numbers(6, shuffle=True), _numbers(4, shuffle=True)
+        return [entry[:3] for entry in _Run(tmp_path / folder, *loaders, parity=parity).train(stop)]
 
-    whole = make(0)
+    whole = make("whole")
     assert len(whole) == 10
-    for folder in (tmp_path / "checkpoints").glob("*"):
-        folder.rename(tmp_path / folder.name)
-    assert make(stop) + make(0) == whole  # after 3, nobody has seen yet that the second one trains; but it shuffles
+    assert (
+        make("a", stop) + make("a") == whole
+    )  # after 3, nobody has seen yet that the second one trains; but it shuffles
 
 
 def test_loaders_that_are_read_together_resume_together(tmp_path: Path) -> None:
@@ -319,67 +324,35 @@ class _Stream(IterableDataset[int]):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_iterable_data_is_read_again_up_to_the_position_with_a_warning(num_workers: int, tmp_path: Path) -> None:
-    def make(stop: int) -> list[Any]:
-        run = _Run(tmp_path, DataLoader(_Stream(9), batch_size=2, num_workers=num_workers))
-        for epoch in run.accelerator.epochs(2):
-            for i in run.loaders[0]:
-                run.read.append((epoch, i.tolist(), torch.rand(()).item()))
-                if run.stops_after(stop):
-                    return run.read
-        return run.read
+    def make(stop: int = 0) -> list[Any]:
+        return _Run(tmp_path, DataLoader(_Stream(9), batch_size=2, num_workers=num_workers)).train(stop)
 
-    whole = make(0)
+    whole = make()
     first = make(3)
     with pytest.warns(EchelonWarning, match=r"3 batches of iterable data were read again .* took \d+\.\d s"):
-        assert first + make(0) == whole
+        assert first + make() == whole
 
 
-def test_a_stateful_loader_seeks_immediately(tmp_path: Path) -> None:
-    def make(stop: int) -> list[Any]:
-        config = DataLoaderConfiguration(use_stateful_dataloader=True)
-        run = _Run(tmp_path, _numbers(7, shuffle=True), dataloader_config=config)
-        for epoch in run.accelerator.epochs(2):
-            for i in run.loaders[0]:
-                run.read.append((epoch, i.tolist()))
-                if run.stops_after(stop):
-                    return run.read
-        return run.read
+@pytest.mark.parametrize("kind", ["a stateful loader", "accelerate's layout"])
+def test_other_loaders_and_layouts_resume_at_the_position(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "accelerate's layout":
+        monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", "accelerate")
+    config = DataLoaderConfiguration(use_stateful_dataloader=kind == "a stateful loader")
 
-    whole = make(0)
-    assert make(3) + make(0) == whole
+    def make(stop: int = 0) -> list[Any]:
+        return _Run(tmp_path, _numbers(7, shuffle=True), dataloader_config=config).train(stop)
+
+    whole = make()
+    assert make(3) + make() == whole
 
 
 def test_a_position_in_mid_epoch_is_rejected_with_another_parity(tmp_path: Path) -> None:
-    def make(parity: str, stop: int) -> None:
-        run = _Run(tmp_path, _numbers(8), parity=parity)
-        for _ in run.accelerator.epochs(1):
-            for i in run.loaders[0]:
-                run.read.append(i)
-                if run.stops_after(stop):
-                    return
-
-    make("exact", 2)
-    with pytest.raises(
-        CheckpointError, match="during an epoch with a different parity, and parity='off' counts progress differently"
-    ):
-        make("off", 2)
-
-
-def test_a_run_in_accelerates_layout_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", "accelerate")
-
-    def make(stop: int) -> list[Any]:
-        run = _Run(tmp_path, DataLoader(TensorDataset(torch.arange(10)), batch_size=2, shuffle=True))
-        for epoch in run.accelerator.epochs(2):
-            for (i,) in run.loaders[0]:
-                run.read.append((epoch, i.tolist()))
-                if run.stops_after(stop):
-                    run.accelerator.end_training()
-                    return run.read
-        return run.read
-
-    whole = make(0)
-    assert make(3) + make(0) == whole
+    _Run(tmp_path, _numbers(8), parity="exact").train(2)
+    different = "during an epoch with a different parity, and parity='off' counts progress differently"
+    with pytest.raises(CheckpointError, match=different):
+        _Run(tmp_path, _numbers(8), parity="off")
 
 
 def test_a_run_without_loaders_resumes_in_its_epoch(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from echelon.base.warnings import EchelonWarning
 from echelon.config.schema import RunConfig
 from echelon.config.sources import current
 from echelon.engines.fsdp.options import ShardingOptions, wrap_nothing
-from echelon.engines.registry import ENGINES, SHARDING
+from echelon.engines.registry import SHARDING
 from echelon.world.world import World
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -462,23 +462,8 @@ def test_invalid_layouts_raise(sizes: dict[str, int], plugin: dict[str, Any] | N
 # ---- the Accelerator's part ------------------------------------------------------------------------------------------
 
 
-class _Recorder:
-    """Stands for the sharding engine: shows what it was given."""
-
-    @classmethod
-    def from_options(cls, world: World, *, scaler: object, options: dict[str, Any]) -> dict[str, Any]:
-        return options
-
-
-def test_the_engine_gets_the_options_beside_those_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ENGINES, "fsdp2", f"{__name__}:_Recorder")
-    monkeypatch.setitem(ENGINES, "ddp", f"{__name__}:_Recorder")
-    ddp = DistributedDataParallelKwargs(find_unused_parameters=True)
-    sharding = ShardingOptions(replicas=2)
-    options: Any = build_engine(None, _world(), None, ddp, sharding)
-    assert options["sharding"] is sharding
-    assert options["find_unused_parameters"] is True
-    assert "sharding" not in build_engine(None, _world(), None, ddp)  # type: ignore[operator]
+def test_an_engine_that_does_not_shard_refuses_sharding_settings() -> None:
+    ddp, sharding = DistributedDataParallelKwargs(), ShardingOptions(replicas=2)
     with pytest.raises(ConfigError, match="engine='ddp' and sharding settings"):
         build_engine("ddp", _world(), None, ddp, sharding)
     with pytest.raises(ConfigError, match=r"engine=SingleEngine\(\) and sharding settings"):

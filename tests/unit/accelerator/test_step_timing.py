@@ -26,28 +26,6 @@ class _Clock:
         monkeypatch.setattr(status_notes, "monotonic_ns", lambda: self.now)
 
 
-def test_each_part_of_each_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, notes = _Clock(monkeypatch), Notes(None)
-    begin = clock.now
-    for number in range(1, 36):
-        notes.phase(Phase.DATA)
-        clock.now += number * MS
-        notes.phase(Phase.TRAIN)
-        clock.now += 2 * MS
-        notes.step(number, Phase.TRAIN)
-    with notes.within(Phase.SAVE):
-        clock.now += 500 * MS
-    with notes.communicating():
-        clock.now += 300 * MS
-    notes.part(StepPart.OTHER)
-    assert notes.spent_ns[StepPart.DATA] == sum(range(1, 36)) * MS
-    assert notes.spent_ns[StepPart.OTHER] == 70 * MS
-    assert notes.spent_ns[StepPart.CHECKPOINT] == 500 * MS
-    assert notes.spent_ns[StepPart.COMMUNICATION] == 300 * MS
-    assert sum(notes.spent_ns) == clock.now - begin
-    assert notes.times.num_steps == 35
-
-
 def test_the_forward_passes_of_a_model_and_of_its_copies_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, notes = _Clock(monkeypatch), Notes(None)
     monkeypatch.setattr(step_timing, "notes_of_process", lambda: notes)
@@ -76,14 +54,6 @@ def test_a_pickled_model_can_be_read_where_echelon_is_not_installed(monkeypatch:
     notes.phase(Phase.TRAIN)
     torch.testing.assert_close(found(torch.ones(1, 2)), model.forward(torch.ones(1, 2)))
     assert notes.spent_ns[StepPart.FORWARD] == 0
-
-
-def test_no_hook_is_registered_if_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_timing, "notes_of_process", lambda: None)
-    model = nn.Linear(2, 2)
-    step_timing.time_forward(model)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
 
 
 def test_on_one_process_no_hook_is_added_and_the_time_until_backward_counts_as_the_forward_pass(

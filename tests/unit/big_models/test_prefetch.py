@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,7 +13,6 @@ from torch import nn
 
 from echelon import disk_offload
 from echelon.base.warnings import EchelonWarning
-from echelon.big_models import prefetch
 from echelon.big_models.align_devices import attach_align_device_hook
 from echelon.big_models.offload_store import OffloadedWeightsLoader
 from echelon.big_models.prefetch import Prefetcher, Prefetchers
@@ -94,13 +91,6 @@ def test_the_next_weights_are_requested_while_a_module_runs() -> None:
         assert ahead == [1, 1, 0]  # nothing waits between two passes
 
 
-def test_small_modules_are_loaded_together_within_the_size_of_the_largest() -> None:
-    with _chain([100, 2, 2, 2, 2]) as (model, _, prefetcher):
-        hooks = [layer._hf_hook for layer in model]
-        assert [hook.num_bytes for hook in hooks] == [800, 16, 16, 16]
-        assert list(prefetcher._next(hooks[0])) == hooks[1:]
-
-
 def test_the_order_is_that_of_the_last_pass() -> None:
     with _chain([3, 3, 3, 3]) as (model, weights, prefetcher):
         x = torch.randn(2, 3)
@@ -169,12 +159,3 @@ def test_on_the_cpu_the_system_is_asked_to_read_the_next_weights(
         assert torch.equal(model(torch.ones(2)), expected)
     layer = [f"{number}.{name}" for number in (1, 2) for name in ("weight", "bias")]
     assert asked == layer * 2
-
-
-def test_copies_start_without_threads_and_hooks() -> None:
-    prefetcher = Prefetcher("cpu", copies=True)
-    assert copy.deepcopy(prefetcher).device == pickle.loads(pickle.dumps(prefetcher)).device == torch.device("cpu")
-    assert Prefetchers().of(None) is None
-    both = Prefetchers()
-    assert both.of("cpu") is both.of(torch.device("cpu"))
-    assert prefetch.Prefetcher("meta")._copies is False

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -266,46 +263,6 @@ def test_each_shell_has_a_line_and_a_script(shell: str, capsys: pytest.CaptureFi
     assert f"echelon completion {shell} --script" in line
     script = _page(capsys, "completion", shell, "--script")
     assert f"{VARIABLE}={shell}_complete" in script
-
-
-# Prints, sorted, what the shell offers for the words before the cursor.
-_SHELLS = {
-    "bash": (
-        'eval "$(echelon completion bash --script)"; COMP_WORDS=({words}); COMP_CWORD={last}; '
-        '_echelon_completion echelon; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    ),
-    "zsh": (
-        "autoload -U compinit; compinit -u -d $PWD/dump; compadd() {{ local last=$@[-1]; print -l -- ${{(P)last}} }}; "
-        "_describe() {{ local -a found; found=(${{(P)3}}); print -l -- ${{found%%:*}} }}; "
-        'eval "$(echelon completion zsh --script)"; words=({words}); CURRENT={next}; _echelon_completion'
-    ),
-    "fish": "echelon completion fish --script | source; complete --do-complete 'echelon {text}'",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shell", _SHELLS)
-def test_a_real_shell_completes_flags_choices_and_runs(shell: str, tmp_path: Path) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"needs {shell}")
-    (tmp_path / "echelon").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m echelon "$@"\n')
-    (tmp_path / "echelon").chmod(0o755)
-    for name in ("20260101-train-1", "20260102-train-2"):
-        (tmp_path / "echelon-runs" / name).mkdir(parents=True)
-        (tmp_path / "echelon-runs" / name / "run.json").write_text("{}")
-    cases = {"report 2026": ["20260101-train-1", "20260102-train-2"], "launch --engine f": ["fsdp2"]}
-    for text, expected in {**cases, "launch --pari": ["--parity"]}.items() if shell == "bash" else cases.items():
-        words = ["echelon", *text.split()]
-        program = _SHELLS[shell].format(words=" ".join(words), last=len(words) - 1, next=len(words), text=text)
-        result = subprocess.run(
-            [shell, "-c", program],
-            cwd=tmp_path,
-            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert sorted(line.strip().partition("\t")[0] for line in result.stdout.split()) == expected, result.stderr
 
 
 def test_the_completed_engines_are_those_of_the_registry() -> None:

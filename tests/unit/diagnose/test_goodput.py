@@ -252,21 +252,6 @@ def test_the_last_eight_marks_are_kept_and_a_torn_one_is_ignored(board: Board) -
     assert [mark.step for mark in board.marks(0)] == list(range(4, 11))
 
 
-def test_truncated_times_keep_the_earlier_ones(board: Board) -> None:
-    slot = Slot(board.path, 0)
-    old, new = Times(1, 2, -1, 4, StepPart.DATA, spent(data=1)), Times(1, 3, -1, 5, StepPart.FORWARD, spent(data=2))
-    slot.times(old)
-    before = bytes(slot._memory)
-    slot.times(new)
-    after = bytes(slot._memory)
-    changed = [i for i in range(len(after)) if before[i] != after[i]]
-    for end in range(changed[0], changed[-1] + 1):
-        slot._memory[:] = after[:end] + before[end:]
-        assert board.times(0) == old, end
-    slot._memory[:] = after
-    assert board.times(0) == new
-
-
 # ---- who is late ---------------------------------------------------------------------------------------------------------
 
 

@@ -150,14 +150,6 @@ def test_a_compiler_or_debugger_is_not_a_stall_and_restarts_the_clock(doing: Doi
     assert clock.update(waiting(251.0), 251.0)
 
 
-@pytest.mark.slow
-def test_ranks_that_make_progress_are_never_queried() -> None:
-    clock = StallClock(60.0)
-    for now in range(0, 36_000, 5):
-        views = [view(rank, signature=now // 50, seen=float(now)) for rank in ALL]
-        assert not clock.update(views, float(now))
-
-
 def test_a_stopped_process_is_named() -> None:
     views = [seen_now(rank) for rank in (0, 1, 3)] + [replace(view(2), is_stopped=True)]
     found = stalled(views, TOGETHER)

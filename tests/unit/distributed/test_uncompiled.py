@@ -80,19 +80,6 @@ def test_a_marked_function_runs_uncompiled_between_two_graphs() -> None:
     assert _outer.__name__ == "_outer"
 
 
-def test_without_a_mark_it_would_be_compiled() -> None:
-    step = _compile(lambda x: _inner(x.sin()))
-    for _ in range(3):
-        step(torch.ones(2))
-    assert True in compiled
-
-
-@uncompiled
-@torch.no_grad()
-def _without_gradients(x: torch.Tensor) -> torch.Tensor:
-    return _inner(x)
-
-
 def test_a_marked_context_runs_uncompiled() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         with _context():
@@ -100,17 +87,6 @@ def test_a_marked_context_runs_uncompiled() -> None:
 
     _compile(step)(torch.ones(2))
     assert compiled == [False] * 2
-
-
-def test_wrappers_of_torch_around_marked_functions_remain_compilable() -> None:
-    own = torch.no_grad()(_inner)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        with _context():  # torch compiles what is called here, but not this function
-            return own(_without_gradients(x))
-
-    _compile(step)(torch.ones(2))
-    assert compiled == [False, False, True, False]
 
 
 def test_a_marked_generator_runs_uncompiled_and_stops_with_the_loop() -> None:

@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echelon.base import environ
 from echelon.status import board as layout, call_site, notes as status_notes, stack_reporter as reporter
-from echelon.status.board import Board, Doing, Phase, Slot, StatusNote, Watch
+from echelon.status.board import Board, Doing, Phase, Slot, StatusNote, StepPart, Times, Watch
 from echelon.world.launch_variables import BOARD_VARIABLE
 
 WATCH = Watch(5, 77, 2**63 + 1, 12, Doing.COMMUNICATES | Doing.DUMPS, 3, 41, "/home/me/train.py")
@@ -54,18 +55,26 @@ def test_a_request_reaches_every_slot(board: Board) -> None:
     assert [slot.request for slot in slots] == [2, 2, 2]
 
 
-def test_a_truncated_write_keeps_the_previous_value(board: Board) -> None:
+@pytest.mark.parametrize("kind", ["note", "times"])
+def test_a_truncated_write_keeps_the_previous_value(kind: str, board: Board) -> None:
+    spent = tuple(range(len(StepPart)))
+    old, new = {
+        "note": (NOTE, NOTE._replace(step=119, operation="reduce", file="/elsewhere.py")),
+        "times": (Times(1, 2, -1, 4, StepPart.DATA, spent), Times(1, 3, -1, 5, StepPart.FORWARD, spent[::-1])),
+    }[kind]
     slot = Slot(board.path, 2)
-    slot.note(NOTE)
+    write: Any = getattr(slot, kind)
+    read: Any = getattr(board, kind)
+    write(old)
     whole = bytes(slot._memory)
-    slot.note(NOTE._replace(step=119, operation="reduce", file="/elsewhere.py"))
+    write(new)
     after = bytes(slot._memory)
     changed = [i for i in range(len(whole)) if whole[i] != after[i]]
     for end in range(changed[0], changed[-1] + 1):  # the process dies when so many bytes are written
         slot._memory[:] = after[:end] + whole[end:]
-        assert board.note(2) == NOTE, end
+        assert read(2) == old, end
     slot._memory[:] = after
-    assert board.note(2) == NOTE._replace(step=119, operation="reduce", file="/elsewhere.py")
+    assert read(2) == new
 
 
 def test_a_reader_never_sees_a_mixture_while_a_thread_writes(board: Board) -> None:

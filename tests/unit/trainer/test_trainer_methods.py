@@ -525,16 +525,6 @@ def test_persistent_workers_keep_the_loader_of_data_with_unused_columns(tmp_path
     assert trainer.get_eval_dataloader() is loader
 
 
-def test_persistent_workers_keep_the_loader_of_an_evaluation(tmp_path: Path) -> None:
-    args = arguments(tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
-    trainer = Trainer(Line(), args, train_dataset=DATA, eval_dataset={"a": DATA, "b": DATA[:3]})
-    assert not hasattr(trainer, "_eval_dataloaders")
-    first = trainer.get_eval_dataloader("a")
-    assert trainer.get_eval_dataloader("a") is first
-    assert trainer.get_eval_dataloader("b") is not first
-    assert list(trainer._eval_dataloaders) == ["a", "b"]
-
-
 @pytest.mark.slow
 def test_persistent_workers_read_the_data_that_is_evaluated(tmp_path: Path) -> None:
     args = arguments(tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
