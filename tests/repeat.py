@@ -3,7 +3,7 @@
 ``python -m tests.repeat --times 20 --beside 2 [--record FILE] [FILES]``, as ``make repeat`` does. It continues after a
 failure and prints a list at the end. With ``--record`` it appends each run to FILE as a line of JSON, and a second start resumes
 after the last one:
-``{"round": 1, "file": "tests/ranks/test_setup.py", "code": 0, "failed": [], "seconds": 12.3}``.
+``{"round": 1, "file": "tests/ranks/distributed/test_setup.py", "code": 0, "failed": [], "seconds": 12.3}``.
 """
 
 from __future__ import annotations

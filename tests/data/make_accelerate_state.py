@@ -1,6 +1,6 @@
 """Write tests/data/accelerate_state: run by a Python that has accelerate 1.15, when the fixture is to be made anew.
 
-``.venv-peers/bin/python tests/data/make_accelerate_state.py``; ``tests/ranks/test_state_files.py`` knows what it holds.
+``.venv-peers/bin/python tests/data/make_accelerate_state.py``; ``tests/ranks/accelerator/test_accelerate_layout.py`` knows what it holds.
 """
 
 import json

@@ -53,7 +53,7 @@ def line_of(command: Command, text: str, body: str) -> str:
     return f"{command.directory}/train.py:{number}: {text}"
 
 
-@pytest.mark.soak  # test_meeting.py has the meeting
+@pytest.mark.soak  # test_monitored_barrier.py has the meeting
 def test_a_rank_that_is_late_is_no_error_and_one_in_the_next_step_is(command: Command) -> None:
     code, out, err = torchrun(command, NEXT_STEP, num_processes=2)
     assert sorted(out.splitlines()) == ["late: False", "late: True"]

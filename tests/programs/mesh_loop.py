@@ -29,7 +29,7 @@ from tests.programs.mesh_program import (
     next_labels,
     sample_losses,
 )
-from tests.ranks.test_tensor_parallel import GPT_PLAN, _sequence_parallel_plan
+from tests.ranks.engines.test_tensor_parallel import GPT_PLAN, _sequence_parallel_plan
 
 
 def train(program: MeshProgram, folder: str | None, *, goes_on: bool = False) -> Found:

@@ -65,16 +65,16 @@ EXPECTED: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = {
 TESTS = {
     "01_launch_cpu": "launch/test_launch.py::test_every_process_asked_for_runs",
     "02_notebook_precision": "launch/test_notebook.py::test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect",
-    "03_join_uneven_inputs": "ranks/test_engine_contract.py::test_the_engine_contract",
-    "04_two_accelerators": "ranks/test_accelerator_control.py::test_two_accelerators_have_separate_settings_and_windows",
-    "05_break": "ranks/test_accelerator_data.py::test_the_last_batch_is_detected_and_an_aborted_pass_is_forgotten",
-    "06_dispatcher": "ranks/test_data_iterable.py::test_dispatched_samples_are_used_once_and_read_by_rank_zero_only",
+    "03_join_uneven_inputs": "ranks/engines/test_engine_contract.py::test_the_engine_contract",
+    "04_two_accelerators": "ranks/accelerator/test_process.py::test_two_accelerators_have_separate_settings_and_windows",
+    "05_break": "ranks/accelerator/test_data_loaders.py::test_the_last_batch_is_detected_and_an_aborted_pass_is_forgotten",
+    "06_dispatcher": "ranks/data/test_loader_iterable.py::test_dispatched_samples_are_used_once_and_read_by_rank_zero_only",
     "07_dynamo_backend": "launch/test_launch.py::test_script_gets_its_arguments_untouched_and_its_environment",
-    "08_metrics_of_a_stream": "ranks/test_data_iterable.py::test_sharded_samples_are_read_exactly_once",
-    "09_metrics_of_a_sampler": "ranks/test_upstream_defects.py::test_metrics_count_the_samplers_samples_not_the_datasets",
-    "10_environment_beats_code": "ranks/test_accelerator_errors.py::test_code_overrides_the_environment_with_a_message",
-    "11_last_window": "ranks/test_upstream_defects.py::test_the_last_window_is_divided_by_its_own_length",
-    "12_zero_grad_first": "ranks/test_upstream_defects.py::test_zero_grad_before_the_backward_pass_keeps_the_gradients_of_the_window",
+    "08_metrics_of_a_stream": "ranks/data/test_loader_iterable.py::test_sharded_samples_are_read_exactly_once",
+    "09_metrics_of_a_sampler": "ranks/accelerator/test_accelerator_upstream_defects.py::test_metrics_count_the_samplers_samples_not_the_datasets",
+    "10_environment_beats_code": "ranks/accelerator/test_accelerator_errors.py::test_code_overrides_the_environment_with_a_message",
+    "11_last_window": "ranks/accelerator/test_accelerator_upstream_defects.py::test_the_last_window_is_divided_by_its_own_length",
+    "12_zero_grad_first": "ranks/accelerator/test_accelerator_upstream_defects.py::test_zero_grad_before_the_backward_pass_keeps_the_gradients_of_the_window",
 }
 
 

@@ -31,7 +31,7 @@ from echelon.utils import DeepSpeedPlugin, ProjectConfiguration
 from tests.checkpoint_ranks import no_code_and_no_other_files
 from tests.harness import run_on_ranks
 from tests.prepared_loop import train_prepared
-from tests.ranks.test_state_files import _both
+from tests.ranks.accelerator.test_accelerate_layout import _both
 from tests.reference import gaussian, mean_square, train_updates
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("zero1", 2), ("zero1", 3), ("fsdp2", 2), ("fsdp2", 4)]

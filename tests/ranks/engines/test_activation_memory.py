@@ -12,7 +12,7 @@ from echelon import Accelerator, ParallelismConfig
 from echelon.utils import TorchTensorParallelConfig
 from tests.harness import run_on_ranks
 from tests.parallel_models import tiny_gpt
-from tests.ranks.test_tensor_parallel import GPT_PLAN, _sequence_parallel_plan
+from tests.ranks.engines.test_tensor_parallel import GPT_PLAN, _sequence_parallel_plan
 
 _ROWS, _LENGTH, _WIDTH, _LAYERS = 3, 64, 64, 2
 

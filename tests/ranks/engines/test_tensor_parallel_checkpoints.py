@@ -16,7 +16,7 @@ from echelon.base.warnings import EchelonWarning
 from echelon.utils import TorchTensorParallelConfig, load_checkpoint_in_model
 from tests.harness import run_on_ranks
 from tests.parallel_models import mean_loss, new_optimizer, num_tokens, ragged_batches, tiny_gpt, tiny_llama
-from tests.ranks.test_tensor_parallel import GPT_PLAN, largest_difference
+from tests.ranks.engines.test_tensor_parallel import GPT_PLAN, largest_difference
 
 _LAYOUTS: dict[str, dict[str, int]] = {
     "1": {},

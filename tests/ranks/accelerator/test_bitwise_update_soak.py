@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from echelon.base.warnings import EchelonWarning
 from tests.harness import RanksFailed, run_on_ranks
 from tests.prepared_loop import weights_of
-from tests.ranks.test_parity_bitwise import MODELS, _accelerator, _data
+from tests.ranks.accelerator.test_bitwise_update import MODELS, _accelerator, _data
 
 UPDATES = 11  # 125 samples are 4 to 11 updates an epoch
 

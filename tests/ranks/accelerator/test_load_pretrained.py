@@ -368,7 +368,7 @@ def _loaded(way: str, folder: str, files: list[Path], config_class: Any, model_c
 def test_loading_gpt2_needs_a_fraction_of_its_size(tmp_path: Path) -> None:
     if not is_available("transformers"):
         pytest.skip("transformers is not installed: pip install -r requirements-dev.txt")
-    command = "import sys; sys.path.insert(0, sys.argv[1]); from tests.ranks.test_pretrained import _gpt2; _gpt2(*sys.argv[2:])"
+    command = "import sys; sys.path.insert(0, sys.argv[1]); from tests.ranks.accelerator.test_load_pretrained import _gpt2; _gpt2(*sys.argv[2:])"
     arguments = [sys.executable, "-c", command, str(ROOT), str(tmp_path / "gpt2"), str(tmp_path / "store")]
     place = {"WORLD_SIZE": _NUM_RANKS, "LOCAL_WORLD_SIZE": _NUM_RANKS, "OMP_NUM_THREADS": 1}
     # What was freed goes back to the system at once, so that one measurement does not hide in the memory of another.

@@ -1,7 +1,7 @@
 """What was measured to go wrong elsewhere, and is right here under ``parity="exact"``: the reference is a plain loop.
 
 A schedule advances once for each process (M3), all ranks drop the same units (M4), metrics of a stream count samples twice
-(M5). Elsewhere: short windows (M1) and unequal items (M2) in test_accelerator_exact.py and test_parity_rules.py, a resume on
+(M5). Elsewhere: short windows (M1) and unequal items (M2) in test_accelerator.py and test_exact_update.py, a resume on
 another number of processes (M11) in test_resume.py.
 """
 

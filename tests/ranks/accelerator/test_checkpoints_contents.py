@@ -265,7 +265,7 @@ def _with_trainer(folder: str, layout: str, seed: int, *, is_adapted: bool, has_
 def _table(page: str) -> dict[str, list[str]]:
     """Return the cells of the table by row."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    rows = re.search(r"<!-- held by: tests/ranks/test_checkpoint_contents.py -->\n((?:\|.*\n)+)", text)
+    rows = re.search(r"<!-- held by: tests/ranks/accelerator/test_checkpoints_contents.py -->\n((?:\|.*\n)+)", text)
     assert rows is not None, f"no table in {page}"
     cells = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in rows[1].splitlines(keepends=True)]
     return {name: answers for name, *answers in [cells[0], *cells[2:]]}

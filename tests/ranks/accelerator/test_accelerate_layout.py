@@ -32,9 +32,9 @@ from echelon.checkpointing import (
 from echelon.utils import ProjectConfiguration, load, load_state_dict
 from tests.harness import RanksFailed, run_on_ranks
 from tests.prepared_loop import train_prepared, weights_of
-from tests.ranks.test_resume import Result, _Case, _objects, _plain
+from tests.ranks.accelerator.test_epochs import Result, _Case, _objects, _plain
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WRITTEN_BY_ACCELERATE = ROOT / "tests" / "data" / "accelerate_state"
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
 

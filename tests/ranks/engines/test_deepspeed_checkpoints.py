@@ -12,7 +12,7 @@ from torch import nn
 from echelon import Accelerator
 from echelon.utils import DeepSpeedPlugin
 from tests.harness import run_on_ranks, shut_down
-from tests.ranks.test_accelerator_checkpoints import check_load, save_in
+from tests.ranks.accelerator.test_checkpoints import check_load, save_in
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.deepspeed

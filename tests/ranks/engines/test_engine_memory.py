@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from tests.harness import run_on_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 # Arguments of the Accelerator, by the names in the table.
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "`ddp`": ("ddp", {}),

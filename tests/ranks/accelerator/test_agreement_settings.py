@@ -19,7 +19,7 @@ from echelon.config.sources import encode, from_flags
 from echelon.launch.environment import rank_variables
 from tests.harness import run_on_ranks
 
-CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
 
 def _told_differently(handed: str, variables: dict[str, str]) -> str:
