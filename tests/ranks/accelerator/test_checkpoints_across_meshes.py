@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -108,23 +110,31 @@ def _saved(sizes: dict[str, int], folder: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     accelerator.save_state(f"{folder}/state")
+    accelerator.save_model(model, f"{folder}/weights")
+    whole = optimizer.full_state_dict()
+    if accelerator.is_main_process:
+        torch.save(whole, f"{folder}/optimizer.bin")
     torch.save(_state(accelerator, model, optimizer), f"{folder}/{dist.get_rank()}.pt")
 
 
 def _differences(sizes: dict[str, int], folders: dict[str, str]) -> list[str]:
-    """Load every checkpoint, and return what differs from what was saved."""
+    """Load every checkpoint, and every optimizer state alone, and return what differs from what was saved."""
     found = []
-    for saved, folder in folders.items():
+    for (saved, folder), is_alone in itertools.product(folders.items(), (False, True)):
         accelerator, _, model, optimizer = _prepared(sizes, factor=2.0)
         accelerator.prepare(_loader())
-        with warnings.catch_warnings():  # expected where more ranks read samples than before
-            warnings.filterwarnings("ignore", message=".*contains RNG states for", category=EchelonWarning)
-            accelerator.load_state(f"{folder}/state")
-        expected: dict[str, torch.Tensor] = {}
-        for path in Path(folder).glob("*.pt"):
-            expected |= torch.load(path)
+        expected = _whole(folder)
+        if is_alone:
+            optimizer.load_full_state_dict(torch.load(f"{folder}/optimizer.bin"))
+            expected = {name: value for name, value in expected.items() if not name.endswith(".weight")}
+        else:
+            with warnings.catch_warnings():  # expected where more ranks read samples than before
+                warnings.filterwarnings("ignore", message=".*contains RNG states for", category=EchelonWarning)
+                accelerator.load_state(f"{folder}/state")
         loaded = _state(accelerator, model, optimizer)
         assert {name.rpartition(".")[2] for name in loaded} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+        if is_alone:
+            loaded = {name: value for name, value in loaded.items() if not name.endswith(".weight")}
         found += [f"{saved}: {name}" for name, value in loaded.items() if not torch.equal(value, expected.pop(name))]
         if "pp_size" not in sizes:
             found += [f"{saved}: {name} is missing" for name in expected]
@@ -132,14 +142,35 @@ def _differences(sizes: dict[str, int], folders: dict[str, str]) -> list[str]:
     return found
 
 
-@pytest.mark.soak
-def test_every_layout_loads_what_every_layout_saved(tmp_path: Path) -> None:
+def _whole(folder: str) -> dict[str, torch.Tensor]:
+    """Return what the ranks had when they saved."""
+    found: dict[str, torch.Tensor] = {}
+    for path in Path(folder).glob("*.pt"):
+        found |= torch.load(path)
+    return found
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(["one process", "tp 2", "shard 2 x tp 2", "pp 2"], id="some", marks=pytest.mark.slow),
+        pytest.param([*_LAYOUTS], id="all", marks=pytest.mark.soak),
+    ],
+)
+def test_every_layout_loads_what_every_layout_saved(layouts: list[str], tmp_path: Path) -> None:
     folders = {}
-    for saved, sizes in _LAYOUTS.items():
+    for saved in layouts:
         folders[saved] = str(tmp_path / saved.replace(" ", "_"))
         Path(folders[saved]).mkdir()
+        sizes = _LAYOUTS[saved]
         run_on_ranks(_saved, sizes, folders[saved], world_size=math.prod(sizes.values()), timeout=180)
-    for loaded, sizes in _LAYOUTS.items():
+        # What another program would read.
+        weights = load_file(f"{folders[saved]}/weights/model.safetensors")
+        expected = {name: value for name, value in _whole(folders[saved]).items() if name.endswith(".weight")}
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    for loaded in layouts:
+        sizes = _LAYOUTS[loaded]
         answers = run_on_ranks(_differences, sizes, folders, world_size=math.prod(sizes.values()), timeout=600)
         assert answers == [[]] * len(answers), loaded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -50,26 +51,12 @@ class _GPT(TinyGPT):
         return out
 
 
-class _Norm(torch.nn.Module):
-    """Llama's norm without its float32, whose rounding depends on the scale of the loss."""
-
-    weight: torch.Tensor
-    variance_epsilon: float
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-
 def _model(kind: str) -> Any:
     if kind == "gpt":
         model: Any = tiny_gpt()
         model.__class__ = _GPT
         return model
-    model = tiny_llama(num_kv_heads=2, attention="sdpa", tied=True)
-    for module in model.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
-            module.__class__ = _Norm
-    return model
+    return tiny_llama(num_kv_heads=2, attention="sdpa", tied=True)
 
 
 def _positions(kind: str) -> torch.Tensor:
@@ -157,46 +144,6 @@ def _check_run(answer: dict[str, Any], reference: PlainRun) -> None:
     assert answer["loss"] == pytest.approx(reference.losses[-1], rel=5e-12)
 
 
-_LAYOUTS: list[tuple[str, dict[str, int], str]] = [
-    ("llama", {"dp_shard_size": 2, "sp_size": 2}, ""),
-    ("packed", {"dp_shard_size": 2, "cp_size": 2}, "alltoall"),
-]
-_MORE = [
-    (kind, sizes, strategy)
-    for kind in ("gpt", "llama", "packed")
-    for sizes in ({"cp_size": 4}, {"dp_shard_size": 2, "cp_size": 2}, {"dp_replicate_size": 2, "cp_size": 2})
-    for strategy in ("allgather", "alltoall")
-] + [
-    (kind, sizes, "")
-    for kind in ("gpt", "llama", "packed")
-    for sizes in ({"sp_size": 4}, {"dp_shard_size": 2, "sp_size": 2})
-]
-
-
-# Tensor parallel layers inside: attention of a part of the heads (sp: heads must be divisible by sp x tp).
-_PRODUCTS = [
-    ("llama", {"cp_size": 2, "tp_size": 2}, "alltoall"),
-    ("packed", {"sp_size": 2, "tp_size": 2}, ""),
-]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "sizes", "strategy"), _PRODUCTS, ids=str)
-def test_products_with_tensor_parallel_layers(kind: str, sizes: dict[str, int], strategy: str) -> None:
-    answers = run_on_ranks(_trained, sizes, kind, strategy or "alltoall", world_size=4)
-    _check_run(answers[0], _reference(kind))
-    assert {answer["readers"] for answer in answers} == {1}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("axis", ["cp", "sp"])
-def test_three_dimensions_on_eight_ranks(axis: str) -> None:
-    sizes = {"dp_shard_size": 2, f"{axis}_size": 2, "tp_size": 2}
-    answers = run_on_ranks(_trained, sizes, "packed", world_size=8, timeout=180)
-    _check_run(answers[0], _reference("packed"))
-    assert {answer["readers"] for answer in answers} == {2}
-
-
 def _saved_bytes(size: int, axis: str) -> int:
     """Return the bytes of activations that autograd keeps for the backward pass."""
     accelerator, model = _prepared({f"{axis}_size": size} if size > 1 else {}, _model("gpt"))
@@ -233,18 +180,42 @@ def test_saved_activations_fall_with_the_number_of_ranks(axis: str) -> None:
             assert part == pytest.approx(whole / size, rel=0.1)
 
 
+_ORDINARY = [
+    ("llama", {"dp_shard_size": 2, "sp_size": 2}, "alltoall"),
+    ("packed", {"dp_shard_size": 2, "cp_size": 2}, "alltoall"),
+]
+_MORE = [
+    (kind, sizes, strategy)
+    for kind in ("gpt", "llama", "packed")
+    for sizes in ({"cp_size": 4}, {"dp_shard_size": 2, "cp_size": 2}, {"dp_replicate_size": 2, "cp_size": 2})
+    for strategy in ("allgather", "alltoall")
+]
+_MORE += [
+    (kind, sizes, "alltoall")
+    for kind in ("gpt", "llama", "packed")
+    for sizes in ({"sp_size": 4}, {"dp_shard_size": 2, "sp_size": 2})
+]
+# Tensor parallel layers inside: attention of a part of the heads (sp: heads must be divisible by sp x tp).
+_MORE += [
+    ("llama", {"cp_size": 2, "tp_size": 2}, "alltoall"),
+    ("packed", {"sp_size": 2, "tp_size": 2}, "alltoall"),
+    ("packed", {"dp_shard_size": 2, "cp_size": 2, "tp_size": 2}, "alltoall"),
+    ("packed", {"dp_shard_size": 2, "sp_size": 2, "tp_size": 2}, "alltoall"),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "strategy"),
-    [*_LAYOUTS, *(pytest.param(*one, marks=pytest.mark.soak) for one in _MORE if one not in _LAYOUTS)],
+    [*_ORDINARY, *(pytest.param(*one, marks=pytest.mark.soak) for one in _MORE if one not in _ORDINARY)],
     ids=str,
 )
 def test_updates_are_those_of_one_process(kind: str, sizes: dict[str, int], strategy: str) -> None:
-    answers = run_on_ranks(_trained, sizes, kind, strategy or "alltoall", world_size=4)
+    world_size, cp, tp = math.prod(sizes.values()), sizes.get("cp_size", 1), sizes.get("tp_size", 1)
+    answers = run_on_ranks(_trained, sizes, kind, strategy, world_size=world_size, timeout=180)
     _check_run(answers[0], _reference(kind))
-    cp = sizes.get("cp_size", 1)
-    assert [answer["rank"] for answer in answers] == [rank % cp for rank in range(4)]
-    assert {answer["readers"] for answer in answers} == {4 // cp // sizes.get("sp_size", 1)}
+    assert [answer["rank"] for answer in answers] == [rank // tp % cp for rank in range(world_size)]
+    assert {answer["readers"] for answer in answers} == {sizes.get("dp_shard_size", sizes.get("dp_replicate_size", 1))}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from echelon import Accelerator, ParallelismConfig
 from echelon.base.errors import ConfigError
-from echelon.utils import TorchTensorParallelConfig
+from echelon.utils import TorchTensorParallelConfig, load_checkpoint_in_model
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.parallel_models import (
     CLIP,
@@ -381,3 +381,41 @@ def test_an_overflow_in_one_rank_s_part_skips_the_step_on_all_ranks(layout: str,
     sizes = LAYOUTS[layout]
     answers = run_on_ranks(_overflow, sizes, rank, world_size=math.prod(sizes.values()))
     assert answers == [(True, True)] * len(answers)
+
+
+# ---- weights in files -------------------------------------------------------------------------------------------------
+
+
+def _exported(folder: str) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))
+    model = accelerator.prepare(tiny_llama(tied=True))
+    accelerator.save_model(model, folder)
+    return {}
+
+
+@pytest.mark.slow
+def test_the_export_is_what_one_process_writes(tmp_path: Path) -> None:
+    run_on_ranks(_exported, str(tmp_path / "ranks"), world_size=4)
+    model = tiny_llama(tied=True)
+    Accelerator(cpu=True).save_model(model, tmp_path / "one")
+    found, expected = (load_file(tmp_path / where / "model.safetensors") for where in ("ranks", "one"))
+    assert {name: value.tolist() for name, value in found.items()} == {n: v.tolist() for n, v in expected.items()}
+
+
+def _filled_from_files(folder: str) -> tuple[dict[str, Any], int]:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2))
+    with torch.device("meta"):
+        model = tiny_llama()
+    model = accelerator.prepare(model)
+    load_checkpoint_in_model(model, folder)
+    held = sum(p.to_local().numel() for name, p in model.named_parameters() if "proj" in name)
+    return accelerator.get_state_dict(model) or {}, held
+
+
+def test_weights_go_from_files_into_the_parts(tmp_path: Path) -> None:
+    model = tiny_llama()
+    Accelerator(cpu=True).save_model(model, tmp_path)
+    answers = run_on_ranks(_filled_from_files, str(tmp_path), world_size=4)
+    assert largest_difference(answers[0][0], dict(model.state_dict()), relative=False) == 0
+    whole = sum(p.numel() for name, p in model.named_parameters() if "proj" in name)
+    assert [held for _, held in answers] == [whole // 4] * 4
