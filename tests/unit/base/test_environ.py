@@ -52,13 +52,6 @@ def test_a_failing_patch_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert os.getenv("ECHELON_A") is None
 
 
-def test_a_snapshot_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ECHELON_A", "1")
-    copy = environ.snapshot()
-    copy["ECHELON_A"] = "2"
-    assert environ.get("ECHELON_A") == "1"
-
-
 def test_write_removes_none_values_and_ignores_unset_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_A", "1")
     environ.write({"ECHELON_A": None})

@@ -269,25 +269,6 @@ def test_text_and_value_are_the_same_and_the_own_variable_wins(key: Key) -> None
             assert getattr(resolve(RunConfig, [from_environment()]).value, key.field) == value
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.field != "sharded_by"], ids=lambda key: key.field)
-def test_a_misspelt_name_is_reported_with_a_suggestion(key: Key, tmp_path: Path) -> None:
-    wrong = key.written[:-1] + "_" + key.written[-1]
-    path = tmp_path / "settings.yaml"
-    path.write_text(f"{key.section}: {{{wrong}: 1}}" if key.section else f"{wrong}: 1")
-    with pytest.raises(ConfigError) as raised:
-        from_file(path)
-    assert wrong in raised.value.what
-    assert raised.value.where == f"file {path}:1"
-    assert raised.value.do == f"did you mean {key.written!r}?"
-    for variable in filter(None, (key.variable, own_variable(key.field))):
-        if variable.startswith(("ACCELERATE_", "ECHELON_")):
-            with (
-                environ.patch({variable[:-1] + "_" + variable[-1]: "1"}),
-                pytest.raises(ConfigError, match=f"{variable}?"),
-            ):
-                from_environment()
-
-
 def test_names_in_a_section_may_leave_its_prefix_out_and_the_section_its_end(tmp_path: Path) -> None:
     for section, prefix in SECTIONS.items():
         for key in [key for key in KEYS if key.section == section and key.field.startswith(prefix)]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
@@ -125,3 +128,27 @@ def test_a_request_that_the_scripts_code_overrides_is_reported(
         Accelerator(cpu=True, mixed_precision=code)
     expected = f"mixed_precision={code!r} (from code Accelerator(mixed_precision=)) overrides {value!r}"
     assert (expected in capsys.readouterr().err) is is_reported
+
+
+def _by_launcher(**values: str) -> dict[str, str]:
+    flags = {name: (value, f"--{name}") for name, value in values.items()}
+    return {"ECHELON_CONFIG": encode(resolve(RunConfig, [from_flags(flags)]))}
+
+
+def _by_environment(**values: str) -> dict[str, str]:
+    return {f"ECHELON_{name.upper()}": value for name, value in values.items()}
+
+
+@pytest.mark.parametrize(("given", "origin"), [(_by_launcher, "flag --"), (_by_environment, "env ECHELON_")])
+def test_parity_from_outside_the_script_is_used_and_errors_name_its_place(given: Any, origin: str) -> None:
+    from echelon import Accelerator
+
+    with environ.patch(given(parity="exact", max_micro_batch_size="4")):
+        accelerator = Accelerator(cpu=True)
+    assert accelerator.parity == "exact"
+    assert str(accelerator.config.origins["parity"]).lower() == f"{origin}parity".lower()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=10))
+    assert [len(batch) for (batch,) in loader] == [4, 3, 3]
+    alone = environ.patch(given(max_micro_batch_size="4"))
+    with alone, pytest.raises(ConfigError, match=f"(?i)=4 .from {origin}max_micro_batch_size"):
+        Accelerator(cpu=True)

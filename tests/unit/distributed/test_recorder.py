@@ -397,15 +397,6 @@ def test_runs_of_the_same_name_have_a_folder_each(tmp_path: Path, monkeypatch: p
     assert [read_info(folder)["run_id"] for folder in folders] == [folder.name for folder in folders]
 
 
-def test_the_name_of_the_run_is_not_asked_for_at_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, asked = RunWithoutLauncher(), []
-    monkeypatch.setattr(run, "place", lambda: asked.append(1))
-    recorder, optimizer = ProcessRecorder(run), _optimizer()
-    for step in range(1, 101):
-        recorder.step(step, optimizer)
-    assert 1 <= len(asked) < 10
-
-
 def test_the_batches_of_level_1_stay_an_iterator_of_a_loader(tmp_path: Path) -> None:
     class Once(torch.utils.data.Dataset[torch.Tensor]):
         def __len__(self) -> int:

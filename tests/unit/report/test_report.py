@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import struct
 from importlib import resources
 from pathlib import Path
 
@@ -20,10 +19,10 @@ from echelon.report.live_run import LiveRun
 from echelon.report.page import render_page
 from echelon.report.page_data import page_data
 from echelon.report.run_folder import RecordedRun, read_run
-from echelon.report.step_series import MAX_POINTS, RECORD_TYPE, StepSeries, step_series
+from echelon.report.step_series import MAX_POINTS, StepSeries, step_series
 from echelon.status.board import StepPart
 from echelon.status.run_files import append_line
-from echelon.status.step_records import RECORD_FORMAT, StepRecord, StepRecorder
+from echelon.status.step_records import StepRecorder
 from tests.recorded_runs import simulated_clock, write_run
 
 
@@ -246,11 +245,6 @@ def test_a_run_whose_number_of_ranks_changes_is_shown(tmp_path: Path) -> None:
     np.testing.assert_allclose(series.samples_per_s[[2, 7, 12]], [800.0, 2400.0, 1600.0], rtol=1e-9)
     assert np.isnan(series.own_ms[2, :5]).all()
     assert "</html>" in render_page(page_data([read_run(tmp_path)]))
-
-
-def test_the_layout_of_the_records_is_that_of_their_format() -> None:
-    assert RECORD_TYPE.names == StepRecord._fields
-    assert RECORD_TYPE.itemsize == struct.calcsize(RECORD_FORMAT)
 
 
 def test_the_plot_library_is_the_documented_one() -> None:

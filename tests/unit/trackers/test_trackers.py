@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -457,16 +457,3 @@ def test_a_tracker_that_fails_to_finish_does_not_keep_the_others_open(tmp_path: 
     with pytest.raises(OSError, match="planted"):
         tracking.finish()
     assert file.closed
-
-
-def test_logging_dir_is_the_project_folder_unless_given() -> None:
-    assert ProjectConfiguration(project_dir="/p").logging_dir == "/p"
-    configuration = ProjectConfiguration(logging_dir="/logs")
-    configuration.set_directories("/p")
-    assert (configuration.project_dir, configuration.logging_dir) == ("/p", "/logs")
-
-
-def test_the_registry_cannot_be_changed_by_hand() -> None:
-    assert isinstance(GeneralTracker.registered, MappingProxyType)
-    with pytest.raises(TypeError):
-        LOGGER_TYPE_TO_CLASS["x"] = Recorder  # type: ignore[index]

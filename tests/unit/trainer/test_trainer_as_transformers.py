@@ -32,9 +32,10 @@ def test_a_changed_seed_changes_the_order_of_the_next_training(tmp_path: Path) -
 
 
 def test_accumulation_steps_of_the_accelerator_config_are_those_of_the_arguments(tmp_path: Path) -> None:
-    config = {"gradient_accumulation_kwargs": {"num_steps": 5}}
+    config = {"gradient_accumulation_kwargs": {"num_steps": 5, "sync_each_batch": True}, "use_configured_state": True}
     trainer = Trainer(Line(), arguments(tmp_path, accelerator_config=config), train_dataset=DATA)
     assert trainer.args.gradient_accumulation_steps == 5
+    assert trainer.train().global_step == 1
     with pytest.raises(ConfigError, match="is the class Config, not an instance"):
         Trainer(Line(), arguments(tmp_path, accelerator_config=type("Config", (), {})), train_dataset=DATA)
 

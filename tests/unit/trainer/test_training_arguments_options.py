@@ -531,12 +531,6 @@ def test_the_batch_that_fits_is_found_and_the_total_stays(tmp_path: Path) -> Non
         Trainer(Tiny(), args, train_dataset=DATA, eval_dataset=DATA).train()
 
 
-def test_accumulation_can_be_given_as_the_accelerators(tmp_path: Path) -> None:
-    config = {"gradient_accumulation_kwargs": {"num_steps": 5, "sync_each_batch": True}, "use_configured_state": True}
-    trainer = Trainer(Line(), _args(tmp_path, accelerator_config=config), train_dataset=DATA)
-    assert trainer.train().global_step == 1
-
-
 def test_limits_shorten_passes_and_evaluations(tmp_path: Path) -> None:
     args = _args(tmp_path, limit_train_batches=3, limit_eval_batches=0.5, per_device_eval_batch_size=2)
     args.num_train_epochs = 2

@@ -11,6 +11,7 @@ import torch
 
 from echelon.base.errors import UsageError
 from echelon.utils import (
+    TensorInformation,
     concatenate,
     convert_outputs_to_fp32,
     convert_to_fp32,
@@ -22,6 +23,7 @@ from echelon.utils import (
     initialize_tensors,
     is_namedtuple,
     is_tensor_information,
+    is_torch_tensor,
     listify,
     pad_input_tensors,
     recursively_apply,
@@ -81,8 +83,9 @@ def test_a_batch_with_a_to_method_is_moved_by_it() -> None:
 
 def test_a_structure_is_described_and_rebuilt() -> None:
     described = get_data_structure({"a": torch.zeros(2, 3, dtype=torch.int32), "b": [torch.tensor(1.0), "x"]})
+    assert described["a"] == TensorInformation(shape=torch.Size([2, 3]), dtype=torch.int32)
     assert is_tensor_information(described["a"])
-    assert (described["a"].shape, described["a"].dtype) == ((2, 3), torch.int32)
+    assert [is_torch_tensor(x) for x in (torch.ones(1), described["a"], [1.0], None)] == [True, False, False, False]
     made = initialize_tensors(described)
     assert (made["a"].shape, made["a"].dtype, made["b"][0].shape, made["b"][1]) == ((2, 3), torch.int32, (), "x")
 

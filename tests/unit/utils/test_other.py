@@ -7,7 +7,6 @@ import logging
 import platform
 import sys
 import weakref
-from collections import namedtuple
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -71,21 +70,6 @@ def test_attributes_of_a_model_are_read() -> None:
     assert utils.get_model_tp_size(split) == 4
     assert utils.is_peft_model(nn.Linear(1, 1)) is False
     assert utils.model_has_dtensor(nn.Linear(1, 1)) is False
-
-
-def test_tensors_and_their_descriptions_are_told_apart() -> None:
-    assert [utils.is_torch_tensor(x) for x in (torch.ones(1), nn.Parameter(torch.ones(1)), [1.0], None)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    pair = namedtuple("pair", "a b")
-    assert [utils.is_namedtuple(x) for x in (pair(1, 2), (1, 2), [1])] == [True, False, False]
-    described = utils.TensorInformation(shape=torch.Size([2, 3]), dtype=torch.int64)
-    assert utils.is_tensor_information(described)
-    (made,) = utils.initialize_tensors([described])
-    assert (made.shape, made.dtype) == (torch.Size([2, 3]), torch.int64)
 
 
 def test_precision_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
