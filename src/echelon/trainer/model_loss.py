@@ -14,6 +14,11 @@ from echelon.accelerator.prepare.prepare_arguments import contents, is_record
 from echelon.base.errors import UsageError
 from echelon.trainer.data.columns import KeptColumns
 
+_RETURN_LOSS = (
+    "have forward accept the labels and return the loss, as outputs['loss'], outputs.loss or the first output; or pass "
+    "compute_loss_func, or override compute_loss"
+)
+
 
 def loss_in(
     outputs: Any, inputs: Any, *, model: nn.Module, label_names: Sequence[str], num_devices: int = 1
@@ -63,11 +68,8 @@ def loss_in(
         f"{', '.join(label_names) or 'none'})",
         where="Trainer.compute_loss",
         do="name the label column 'labels', or set label_names to its name"
-        if label_names
-        else (
-            "override compute_loss, pass compute_loss_func, or have forward accept labels and return the loss as its "
-            "first output"
-        ),
+        if missing and label_names
+        else _RETURN_LOSS,
     )
 
 

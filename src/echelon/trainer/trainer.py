@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class Trainer(TrainerMethods):
         *,
         tokenizer: Any = None,
     ) -> None:
+        _check_kinds(args, callbacks, optimizers)
         self.args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         self._session = TrainerSession()
         set_seeds(self.args)  # before model_init creates a model
@@ -462,6 +464,32 @@ def _set_log_level(level: int) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         root.addHandler(handler)
+
+
+def _check_kinds(args: Any, callbacks: Any, optimizers: Any) -> None:
+    """Check arguments of ``Trainer(...)`` that are easily given in another form.
+
+    Raises:
+        UsageError: one has the wrong type.
+    """
+    if isinstance(args, (Mapping, str, Path)):
+        raise UsageError(
+            f"args is a {type(args).__name__}, not TrainingArguments",
+            where="Trainer(args=)",
+            do="pass TrainingArguments(output_dir=..., ...)",
+        )
+    if callbacks is not None and not isinstance(callbacks, Iterable):
+        raise UsageError(
+            f"callbacks is a {type(callbacks).__name__}, not a list",
+            where="Trainer(callbacks=)",
+            do="pass a list of callbacks",
+        )
+    if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+        raise UsageError(
+            f"optimizers is a {type(optimizers).__name__}, not a pair",
+            where="Trainer(optimizers=)",
+            do="pass (optimizer, scheduler); with None as the scheduler, the one of lr_scheduler_type is made",
+        )
 
 
 def _check_model(model: nn.Module | None, model_init: Any) -> None:

@@ -327,7 +327,7 @@ class TrainerMethods:
     ) -> Callable[[Any], Any]:
         """Return a collator that drops the columns that the model does not accept."""
         kept = self._kept_columns()
-        return data_collator if kept is None else ColumnFilter(data_collator, kept)
+        return data_collator if kept is None else ColumnFilter(data_collator, kept, model=self.model)
 
     # ---- a batch -----------------------------------------------------------------------------------------------------
 
@@ -827,7 +827,11 @@ class TrainerMethods:
         """Load the best checkpoint's weights. Collective: call on every rank."""
         best, session = self.state.best_model_checkpoint, self.accelerator.session
         if best is not None:
-            logger.info("loading the best model from %s (%s)", best, self.state.best_metric)
+            # A warning is visible by default: the model is no longer that of the last step.
+            name = self.args.metric_for_best_model
+            logger.warning(
+                "the model is that of the best checkpoint now: %s (%s %s)", best, name, self.state.best_metric
+            )
             folder = best_folder(self.args, self._session.output_dir(self.args), best)
             require_whole(self.accelerator.world, folder)
             load_model_from(self.model, folder, report=self._issue_warnings_after_load, select=session.select_tensors)

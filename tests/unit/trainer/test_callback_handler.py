@@ -105,6 +105,18 @@ def test_another_rule_of_early_stopping_is_used() -> None:
     assert copy.early_stopping_patience == callback.early_stopping_patience
 
 
+def test_early_stopping_and_the_best_model_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    args = arguments(tmp_path, max_steps=9, learning_rate=0.0, load_best_model_at_end=True, **steps)
+    Trainer(Line(), args, train_dataset=DATA, eval_dataset=DATA, callbacks=[EarlyStoppingCallback(2)]).train()
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert (
+        "early stopping ends the training at step 3: eval_loss has not improved on 114.0 in the last 2 evaluation(s)"
+        in said
+    )
+    assert f"the model is that of the best checkpoint now: {tmp_path / 'checkpoint-1'} (loss 114.0)" in said
+
+
 def test_a_state_takes_a_list_of_callbacks() -> None:
     stopping = EarlyStoppingCallback(3)
     state = TrainerState(stateful_callbacks=[TrainerControl(), stopping], log_history=None)  # type: ignore[arg-type]

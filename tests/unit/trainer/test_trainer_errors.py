@@ -206,3 +206,88 @@ def test_predictions_that_cannot_be_joined(tmp_path: Path) -> None:
     )
     args.eval_do_concat_batches = False
     assert [part.shape for part in Trainer(Shapes(), args).predict(rows).predictions] == [(1, 2, 3), (1, 2, 4)]
+
+
+class NoLoss(Line):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"logits": self.layer(x).squeeze(-1)}
+
+
+def test_a_model_that_takes_labels_and_returns_no_loss(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        Trainer(NoLoss(), _args(tmp_path), train_dataset=DATA).train()
+    _says(
+        error.value,
+        what="the model (NoLoss) returned no loss; the batch",
+        where="compute_loss",
+        do="return the loss, as",
+    )
+
+
+def test_no_column_that_forward_accepts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        Trainer(Line(), _args(tmp_path), train_dataset=[{"text": "a", "length": 1}]).train()
+    _says(
+        error.value,
+        what="Line.forward accepts none of the dataset's columns (text, length); it accepts x, labels",
+        where="remove_unused_columns",
+        do="rename the columns",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "number"),
+    [
+        ("learning_rate", "1e-3", 1e-3),
+        ("max_steps", "10", 10),
+        ("warmup_steps", "0.5", 0.5),
+        ("bf16", "False", False),
+        ("save_total_limit", "2", 2),
+    ],
+)
+def test_text_is_read_as_a_number(tmp_path: Path, name: str, text: str, number: float) -> None:
+    value = getattr(_args(tmp_path, **{name: text}), name)
+    assert value == number
+    assert type(value) is type(number)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [("learning_rate", "fast", "a number"), ("max_steps", "1.5", "an integer"), ("bf16", "yes", "true or false")],
+)
+def test_text_that_is_no_number(tmp_path: Path, name: str, text: str, kind: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        _args(tmp_path, **{name: text})
+    _says(error.value, what=f"{name}={text!r} is not {kind}", where=f"TrainingArguments.{name}", do="set a value")
+
+
+@pytest.mark.parametrize(
+    ("options", "what", "do"),
+    [
+        ({"callbacks": [print]}, "print is not a callback", "derive from TrainerCallback"),
+        ({"callbacks": print}, "callbacks is a builtin_function_or_method, not a list", "a list of callbacks"),
+        ({"args": {"output_dir": "out"}}, "args is a dict, not TrainingArguments", "pass TrainingArguments("),
+        (
+            {"optimizers": torch.optim.SGD(Line().parameters())},
+            "optimizers is a SGD, not a pair",
+            "(optimizer, scheduler)",
+        ),
+    ],
+)
+def test_an_argument_in_another_form(tmp_path: Path, options: dict[str, Any], what: str, do: str) -> None:
+    with pytest.raises(UsageError) as error:
+        Trainer(Line(), **{"args": _args(tmp_path), **options})
+    _says(error.value, what=what, where=f"Trainer({next(iter(options))}=", do=do)
+
+
+def test_metrics_that_are_no_dict(tmp_path: Path) -> None:
+    trainer = Trainer(Line(), _args(tmp_path), eval_dataset=DATA, compute_metrics=lambda result: 0.5)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UsageError) as error:
+        trainer.evaluate()
+    _says(error.value, what="compute_metrics returned a float", where="compute_metrics=", do="{'accuracy': 0.5}")
+
+
+def test_the_begin_of_a_name_is_suggested_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        _args(tmp_path, optim="adamw")
+    assert error.value.do == "did you mean 'adamw_torch'?"

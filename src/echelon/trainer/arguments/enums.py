@@ -141,6 +141,9 @@ def choose(kind: type[_Choice], value: object, *, setting: str) -> _Choice:
 
 
 def suggest(name: object, known: Iterable[str], *, otherwise: str) -> str:
-    """Return the advice for an unknown ``name``: the closest known one, or ``otherwise``."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+    """Return the advice for an unknown ``name``: the first known one that begins with it, the closest one, or ``otherwise``."""
+    names = list(known)
+    near = [one for one in names if name and one.startswith(str(name))] or difflib.get_close_matches(
+        str(name), names, n=1
+    )
     return f"did you mean {near[0]!r}?" if near else otherwise

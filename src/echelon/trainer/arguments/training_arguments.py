@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -122,6 +122,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     def __post_init__(self) -> None:
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
         self._creation_dir = Path.cwd()
+        self._read_numbers()
         self._read_names()
         self._read_dicts()
         set_derived_values(self)
@@ -134,6 +135,21 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
             ConfigError: a value is invalid, or two conflict.
         """
         check_values(self)
+
+    def _read_numbers(self) -> None:
+        """Convert text, such as the 1e-3 of a YAML file, which PyYAML reads as a string."""
+        for item in fields(self):
+            value, kind = getattr(self, item.name), _KINDS.get(str(item.type).removesuffix(" | None"))
+            if kind is None or not isinstance(value, str):
+                continue
+            try:
+                setattr(self, item.name, kind(value))
+            except ValueError as error:
+                raise ConfigError(
+                    f"{item.name}={value!r} is not {_ARTICLES[kind]}",
+                    where=f"TrainingArguments.{item.name}",
+                    do="set a value",
+                ) from error
 
     def _read_names(self) -> None:
         self.eval_strategy = choose(IntervalStrategy, self.eval_strategy, setting="eval_strategy")
@@ -604,6 +620,17 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
             where=f"TrainingArguments.{name}",
             do="use one of these",
         )
+
+
+def _as_bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+# By the text of a field's type.
+_KINDS: Mapping[str, Callable[[str], Any]] = MappingProxyType({"int": int, "float": float, "bool": _as_bool})
+_ARTICLES = MappingProxyType({int: "an integer", float: "a number", _as_bool: "true or false"})
 
 
 def _to_plain(name: str, value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echelon.accelerator.process import require_all_ranks
-from echelon.base.errors import ConfigError
+from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
 from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy
 from echelon.trainer.state import ExportableState, TrainerControl, TrainerState
@@ -136,8 +136,19 @@ class CallbackHandler:
             )
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, given as an instance or a class; warn if one of the same class is already present."""
+        """Add a callback, given as an instance or a class; warn if one of the same class is already present.
+
+        Raises:
+            UsageError: it has no method that is named like an event.
+        """
         added = callback() if isinstance(callback, type) else callback
+        if not any(hasattr(added, event) for event in EVENTS):
+            raise UsageError(
+                f"{getattr(callback, '__name__', None) or type(callback).__name__} is not a callback: it has no method such as "
+                "on_step_end",
+                where="Trainer(callbacks=)",
+                do="pass objects or classes that derive from TrainerCallback",
+            )
         if any(type(other) is type(added) for other in self.callbacks):
             warnings.warn(
                 f"a {type(added).__name__} has already been added (callbacks: "
@@ -399,6 +410,15 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             return
         self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            if not control.should_training_stop:
+                # A warning is visible by default.
+                logger.warning(
+                    "early stopping ends the training at step %d: %s has not improved on %s in the last %d evaluation(s)",
+                    state.global_step,
+                    name,
+                    state.best_metric,
+                    self.early_stopping_patience_counter,
+                )
             control.should_training_stop = True
 
 

@@ -96,26 +96,36 @@ def drop_columns(table: Table, kept: KeptColumns, *, model: nn.Module) -> tuple[
     columns = [str(name) for name in table.column_names]
     dropped = [name for name in columns if not kept.keeps(name)]
     if len(dropped) == len(columns):
-        raise UsageError(
-            f"{type(model).__name__}.forward accepts none of the dataset's columns ({', '.join(columns)}); "
-            f"it accepts {', '.join(parameters_of(model.forward))}",
-            where="TrainingArguments.remove_unused_columns",
-            do="rename the columns, or set remove_unused_columns=False if compute_loss or the collator reads them",
-        )
+        raise _no_columns(columns, forward=f"{type(model).__name__}.forward", accepted=parameters_of(model.forward))
     return (table.remove_columns(dropped), dropped) if dropped else (table, [])
+
+
+def _no_columns(columns: Sequence[str], *, forward: str, accepted: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"{forward} accepts none of the dataset's columns ({', '.join(columns)}); it accepts {', '.join(accepted)}",
+        where="TrainingArguments.remove_unused_columns",
+        do="rename the columns, or set remove_unused_columns=False if compute_loss or the collator reads them",
+    )
 
 
 class ColumnFilter:
     """A collator that drops unused columns from samples that are mappings."""
 
-    def __init__(self, collator: Callable[[Any], Any], kept: KeptColumns) -> None:
+    def __init__(self, collator: Callable[[Any], Any], kept: KeptColumns, *, model: nn.Module) -> None:
         self.collator = collator
         self.kept = kept
+        self._forward, self._accepted = f"{type(model).__name__}.forward", parameters_of(model.forward)
 
     def __call__(self, features: Sequence[Any]) -> Any:
-        """Collate ``features`` into a batch."""
+        """Collate ``features`` into a batch.
+
+        Raises:
+            UsageError: no column would remain.
+        """
         if features and isinstance(features[0], Mapping):
             dropped = {name for name in features[0] if not self.kept.keeps(name)}
             if dropped:
+                if len(dropped) == len(features[0]):
+                    raise _no_columns(list(map(str, features[0])), forward=self._forward, accepted=self._accepted)
                 features = [{k: v for k, v in row.items() if k not in dropped} for row in features]
         return self.collator(features)

@@ -253,7 +253,14 @@ def _metrics_of(
         inputs=found["inputs"] if "inputs" in wanted else None,
         losses=found["losses"] if "loss" in wanted else None,
     )
-    return dict(trainer.compute_metrics(prediction, **more) or {})
+    computed = trainer.compute_metrics(prediction, **more)
+    if computed is not None and not isinstance(computed, Mapping):
+        raise UsageError(
+            f"compute_metrics returned a {type(computed).__name__} instead of a dict",
+            where="Trainer(compute_metrics=)",
+            do="return a dict from names to numbers, such as {'accuracy': 0.5}",
+        )
+    return dict(computed or {})
 
 
 class _Collected:
