@@ -8,26 +8,24 @@ used but the format of the trace.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from echelon.distributed.checks.sketch import Sketch, sketches_of
 from echelon.verify.trace import (
     Batch,
-    Buffers,
     Clip,
+    Content,
     Event,
     Forward,
-    Gradients,
     Loss,
     Model,
-    ModelWeights,
-    OptimizerState,
     OptimizerStep,
     RecordedProcess,
     Rng,
     Row,
-    SavedState,
+    SketchedTensors,
     Trace,
 )
 
@@ -305,7 +303,7 @@ class Simulation:
         if s.has("wrong backward on a rank", update) and rank == s.world_size - 1:
             gradients["first.weight"] = gradients["first.weight"] + 0.1 * gradients["first.weight"].flip(0)
         if s.local_gradients:
-            events.append(self._gradients("local", update, micro_step, gradients, 0, False))
+            events.append(self._gradients("local", update, micro_step, gradients, rank))
         return gradients
 
     def _data_events(self, update: int, micro_step: int, rank: int, rows: list[int]) -> None:
@@ -457,71 +455,47 @@ class Simulation:
         offsets = [min(rank * size, value.numel()) for size, value in zip(sizes, values, strict=True)]
         return sketches_of([self._parts(value, rank) for value in values], offsets)
 
-    def _gradients(
-        self, stage: str, update: int, micro_step: int, gradients: dict[str, torch.Tensor], rank: int, is_sharded: bool
-    ) -> Gradients:
-        names = [name for name in NAMES if name in gradients]
-        sketches = self._sketches([gradients[name] for name in names], rank, is_sharded)
-        return Gradients(
-            stage=stage,  # type: ignore[arg-type]
-            update=update,
-            micro_step=micro_step,
-            model=0,
-            names=names,
-            sketches=sketches,
-            is_sharded=is_sharded,
+    def _tensors(
+        self, content: Content, update: int, rank: int, values: dict[str, torch.Tensor], **facts: Any
+    ) -> SketchedTensors:
+        """Return the event of ``values`` by name."""
+        is_sharded = self.setting.is_sharded and content not in ("local", "buffers")
+        sketches = self._sketches(list(values.values()), rank, is_sharded)
+        return SketchedTensors(
+            content=content, update=update, names=list(values), sketches=sketches, is_sharded=is_sharded, **facts
         )
 
-    def _gradient_events(self, stage: str, update: int, steps: int, gradients: list[dict[str, torch.Tensor]]) -> None:
+    def _gradients(
+        self, content: Content, update: int, micro_step: int, gradients: dict[str, torch.Tensor], rank: int
+    ) -> SketchedTensors:
+        named = {f"0:{name}": gradients[name] for name in NAMES if name in gradients}
+        return self._tensors(content, update, rank, named, micro_step=micro_step)
+
+    def _gradient_events(
+        self, content: Content, update: int, steps: int, gradients: list[dict[str, torch.Tensor]]
+    ) -> None:
         for rank, one in enumerate(gradients):
-            self.events[rank].append(self._gradients(stage, update, steps - 1, one, rank, self.setting.is_sharded))
+            self.events[rank].append(self._gradients(content, update, steps - 1, one, rank))
 
     def _close(self, update: int) -> None:
         s = self.setting
         for rank, state in enumerate(self.ranks):
-            events = self.events[rank]
-            for model, weights in enumerate((state.weights, state.average)):
-                sketches = self._sketches([weights[name] for name in NAMES], rank, s.is_sharded)
-                events.append(
-                    ModelWeights(update=update, model=model, names=NAMES, sketches=sketches, is_sharded=s.is_sharded)
-                )
-            names = ["norm.running_mean", "norm.num_batches_tracked"]
-            events.append(
-                Buffers(
-                    update=update, model=0, names=names, sketches=sketches_of([state.buffers[name] for name in names])
-                )
-            )
-            pairs = [(f"0:{name}/{kind}", state.states[name][kind]) for name in NAMES for kind in state.states[name]]
-            events.append(
-                OptimizerState(
-                    update=update,
-                    optimizer=0,
-                    names=[name for name, _ in pairs],
-                    sketches=self._sketches([one for _, one in pairs], rank, s.is_sharded),
-                    is_sharded=s.is_sharded,
-                )
-            )
+            both = enumerate((state.weights, state.average))
+            weights = {f"{model}:{name}": one[name] for model, one in both for name in NAMES}
+            buffers = {f"0:{name}": one for name, one in state.buffers.items()}
+            states = {f"0:{name}/{kind}": one for name in NAMES for kind, one in state.states[name].items()}
+            self.events[rank] += [
+                self._tensors("weights", update, rank, weights),
+                self._tensors("buffers", update, rank, buffers),
+                self._tensors("optimizer_state", update, rank, states),
+            ]
             if s.fault in ("saved too early", "shard not saved") and update == s.at:
-                self._save(update, rank, s.fault)
-
-    def _save(self, update: int, rank: int, fault: str) -> None:
-        s, state = self.setting, self.ranks[rank]
-        pairs = [(f"0:{name}", one) for name, one in state.weights.items()]
-        if fault == "saved too early":
-            pairs = [(name, one * 1.01) for name, one in pairs]
-        if fault == "shard not saved":
-            pairs = pairs[:-2]
-        sketches = self._sketches([one for _, one in pairs], rank, s.is_sharded)
-        self.events[rank].append(
-            SavedState(
-                action="save",
-                update=update,
-                path="last",
-                names=[name for name, _ in pairs],
-                sketches=sketches,
-                is_sharded=s.is_sharded,
-            )
-        )
+                saved = {f"0:{name}": one for name, one in state.weights.items()}
+                if s.fault == "saved too early":
+                    saved = {name: one * 1.01 for name, one in saved.items()}
+                else:
+                    saved = dict(list(saved.items())[:-2])
+                self.events[rank].append(self._tensors("saved", update, rank, saved, path="last"))
 
     def _resume(self, update: int) -> None:
         """Drop what was recorded so far, as a new process does, and spoil the state that it begins with."""

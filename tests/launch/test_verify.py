@@ -13,7 +13,7 @@ from echelon.verify.command.layouts import Layout, parse_layouts
 from echelon.verify.command.run_layouts import WARM_MODULES, LayoutRunner, RunLimits, RunRequest, run_environment
 from echelon.verify.command.terminal_output import Palette, render
 from echelon.verify.command.verification import VerifyPlan, verify
-from echelon.verify.trace import Batch, Gradients, OptimizerStep, read_trace
+from echelon.verify.trace import Batch, OptimizerStep, SketchedTensors, read_trace
 from tests.warm_scripts import warm_runner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,9 @@ def test_the_launcher_records_the_steps_of_each_rank(tmp_path: Path) -> None:
     trace = read_trace(tmp_path / "run")
     for events in trace.ranks:
         assert [event.update for event in events if isinstance(event, OptimizerStep)] == [0, 1, 2]
-        assert {event.stage for event in events if isinstance(event, Gradients)} == {"local", "reduced"}
+        contents = {event.content for event in events if isinstance(event, SketchedTensors)}
+        assert {"local", "reduced"} <= contents
+        assert "clipped" not in contents
         assert [len(event.rows) for event in events if isinstance(event, Batch)] == [2, 2, 2]
     rows = [[row.whole for event in events if isinstance(event, Batch) for row in event.rows] for events in trace.ranks]
     assert len(set(rows[0]) | set(rows[1])) == 12  # each rank has its own samples

@@ -143,8 +143,7 @@ def _num_comparisons(reference: AlignedRun, world_size: int) -> int:
     count = 0
     for update in reference.updates:
         one = reference.at(0, update)
-        named = [event.names for kind in (one.gradients, one.weights, one.buffers, one.states) for event in kind]
-        count += sum(len(names) for names in named)
+        count += sum(len(event.names) for event in one.tensors)
         count += sum(len(forward.rows) + world_size for forward in one.forwards)
     return max(1, count)
 
@@ -511,7 +510,7 @@ _ABSENT: dict[Stage, str] = {
 def _why_absent(comparison: Comparison, stage: Stage) -> str:
     updates = [one for update in comparison.layout.updates for one in comparison.layout.ranks_at(update)]
     is_recorded = (stage == "loss weight" and any(one.losses for one in updates)) or (
-        stage == "backward" and any(event.stage == "local" for one in updates for event in one.gradients)
+        stage == "backward" and any(event.content == "local" for one in updates for event in one.tensors)
     )
     # What a loss is averaged over, and what backward adds, show in the gradient that the optimizer receives.
     return _ABSENT["reduce"] if is_recorded else _ABSENT[stage]

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.distributed.checks.named_sketches import NamedSketches
 from echelon.verify.recorders.models import RecordedModel, model_event, without_wrappers
-from echelon.verify.trace import Event, Note, RecordedProcess, TraceWriter
+from echelon.verify.trace import Content, Event, Note, RecordedProcess, SketchedTensors, TraceWriter
 
 OnTrainingForward = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], None]
 OnForwardEnd = Callable[[int, nn.Module, Any], None]
@@ -66,7 +67,7 @@ class Recording:
         self._depth = 0
         self._modes: set[bool] = set()  # of the forward passes with gradients since the last backward pass
         self._notes: set[str] = set()
-        self._owners: dict[int, tuple[int, str]] = {}  # by the ids of parameters, which their models keep alive
+        self._names: dict[int, str] = {}  # by the ids of parameters, which their models keep alive
         self._model_of_root: dict[int, RecordedModel] = {}
         self._other_roots: WeakSet[nn.Module] = WeakSet()
         self.undo = ExitStack()
@@ -100,6 +101,22 @@ class Recording:
         """Write ``event`` to the trace of this rank."""
         self._writer.add(event)
 
+    def add_tensors(
+        self,
+        content: Content,
+        sketches: NamedSketches,
+        *,
+        update: int,
+        micro_step: int = 0,
+        path: str = "",
+        line: str = "",
+    ) -> None:
+        """Write ``sketches`` to the trace of this rank: the whole tensors, and the shards of each replica."""
+        for part in sketches.parts():
+            self.add(
+                SketchedTensors(content=content, update=update, micro_step=micro_step, path=path, line=line, **part)
+            )
+
     def note(self, text: str) -> None:
         """Write a ``Note``, once per text."""
         if text not in self._notes:
@@ -129,9 +146,9 @@ class Recording:
         for on_step in self.on_step:
             on_step(optimizer, loss_scale)
 
-    def owner_of(self, parameter: torch.Tensor) -> tuple[int, str] | None:
-        """Return the index of a parameter's model and its name, or None if no model is known to have it."""
-        return self._owners.get(id(parameter))
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """Return the name of a parameter (``"0:weight"`` in model 0), or None if no model is known to have it."""
+        return self._names.get(id(parameter))
 
     @property
     def is_in_evaluation_mode(self) -> bool:
@@ -237,7 +254,7 @@ class Recording:
                     convert(root)
                 known = RecordedModel(root, index=len(self.models))
                 self.models.append(known)
-                self._note_owners(known)
+                self._note_names(known)
                 self.add(model_event(known))
                 for on_recorded in self.on_model_recorded:
                     on_recorded(known)
@@ -245,14 +262,14 @@ class Recording:
             known.roots.append(root)  # keeps the id valid
         elif known.is_stale():
             known.refresh()
-            self._note_owners(known)
+            self._note_names(known)
             for on_recorded in self.on_model_recorded:
                 on_recorded(known)
         return known
 
-    def _note_owners(self, model: RecordedModel) -> None:
+    def _note_names(self, model: RecordedModel) -> None:
         for name, parameter in model.parameters.items():
-            self._owners.setdefault(id(parameter), (model.index, name))
+            self._names.setdefault(id(parameter), f"{model.index}:{name}")
 
     def _begin_update_if_needed(self) -> None:
         if self._was_closed:

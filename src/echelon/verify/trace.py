@@ -20,7 +20,7 @@ from echelon.distributed.checks.sketch import Sketch, Sketches
 
 NUM_PROJECTIONS = 4
 """Numbers that are kept of each sample's part of a module's output."""
-VERSION = 5
+VERSION = 6
 """Of what the events mean. Traces of different versions are not compared."""
 
 
@@ -127,32 +127,39 @@ class Loss:
     """Whether all forward passes with gradients since the last backward pass were in evaluation mode."""
 
 
+Content: TypeAlias = Literal["local", "reduced", "clipped", "weights", "buffers", "optimizer_state", "saved", "loaded"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SketchedTensors:
-    """Tensors of one kind that a rank has whole, or its shards of some. If an engine shards only some, there are two events of a kind."""
+    """Tensors that a rank has whole, or its shards of some. If an engine shards only some, there are two events.
 
+    ``local``: gradients that backward added on this rank in one micro-step, before any reduction between ranks.
+    ``reduced``: gradients in the optimizer (before the first clipping, if any).
+    ``clipped``: gradients that the optimizer used, if clipping changed them.
+    ``weights``, ``buffers`` (never sharded) and ``optimizer_state``: after an update (read when the next forward pass begins, or at the
+    end); update -1: before the first.
+    ``saved`` and ``loaded``: the training state when it is saved, or at the first training forward pass after it was loaded. ``update`` is
+    the last update before it (-1: none). In a resumed process it is the same for the load as for the save.
+    """
+
+    kind: ClassVar[str] = "tensors"
+    content: Content
     update: int
     names: list[str]
+    """``"0:weight"`` of model 0, ``"0:weight/exp_avg"``; in a saved state also ``"buffer 0:bn.running_mean"`` and ``"lr 0"`` (of the
+    optimizers' groups, counted)."""
     sketches: Sequence[Sketch]
     is_sharded: bool = False
     """Whether the sketches of all ranks add up to the whole tensor (else each rank has the whole)."""
     replica: int = 0
     """Under hybrid sharding, which copy of the shards it is: those of one replica add up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients(SketchedTensors):
-    """Gradients of a model at one stage; ``names`` are the parameters that have one.
-
-    ``local``: what backward added on this rank in one micro-step, before any reduction between ranks.
-    ``reduced``: in the optimizer (before the first clipping, if any).
-    ``clipped``: what the optimizer used, if clipping changed it.
-    """
-
-    kind: ClassVar[str] = "gradients"
-    stage: Literal["local", "reduced", "clipped"]
-    micro_step: int
-    model: int
+    micro_step: int = 0
+    """Of gradients."""
+    path: str = ""
+    """Of a saved or loaded state."""
+    line: str = ""
+    """``file:line`` of the user's call that saves or loads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,30 +196,6 @@ class OptimizerStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelWeights(SketchedTensors):
-    """Parameters after an update (read when the next forward pass begins, or at the end); update -1: before the first."""
-
-    kind: ClassVar[str] = "weights"
-    model: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buffers(SketchedTensors):
-    """Buffers of a model after an update; never sharded."""
-
-    kind: ClassVar[str] = "buffers"
-    model: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerState(SketchedTensors):
-    """Optimizer state after an update, by parameter: ``names`` are ``"0:weight/exp_avg"``."""
-
-    kind: ClassVar[str] = "optimizer_state"
-    optimizer: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rng:
     """State of torch's random number generators on this rank when a forward pass of the root begins."""
 
@@ -225,20 +208,6 @@ class Rng:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState(SketchedTensors):
-    """The training state when it is saved, or at the first training forward pass after it was loaded.
-
-    ``update`` is the last update before it (-1: none). In a resumed process it is the same for the load as for the save. ``names`` are
-    ``"0:weight"``, ``"0:weight/exp_avg"``, ``"buffer 0:bn.running_mean"``, ``"lr 0"`` (of the optimizers' groups, counted).
-    """
-
-    kind: ClassVar[str] = "saved_state"
-    action: Literal["save", "load"]
-    path: str
-    line: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something that limits the comparison (for example: ``no local gradients under this engine``), or that ended the recording."""
 
@@ -248,20 +217,7 @@ class Note:
 
 
 Event: TypeAlias = (
-    RecordedProcess
-    | Model
-    | Batch
-    | Forward
-    | Loss
-    | Gradients
-    | Clip
-    | OptimizerStep
-    | ModelWeights
-    | Buffers
-    | OptimizerState
-    | Rng
-    | SavedState
-    | Note
+    RecordedProcess | Model | Batch | Forward | Loss | SketchedTensors | Clip | OptimizerStep | Rng | Note
 )
 _KINDS: dict[str, Any] = {one.kind: one for one in get_args(Event)}
 _NAMES: dict[type, list[str]] = {one: [each.name for each in fields(one)] for one in _KINDS.values()}

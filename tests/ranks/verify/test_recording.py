@@ -21,11 +21,8 @@ from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
 from echelon.verify.trace import (
     Clip,
-    Gradients,
-    ModelWeights,
-    OptimizerState,
     OptimizerStep,
-    SavedState,
+    SketchedTensors,
     Trace,
     read_trace,
 )
@@ -147,7 +144,7 @@ class Plain:
             )
 
 
-def _sketches(trace: Trace, kind: type, rank: int | None = None, **where: Any) -> dict[str, Sketch]:
+def _sketches(trace: Trace, rank: int | None = None, **where: Any) -> dict[str, Sketch]:
     """Return the sketches of one rank's events, or (rank None) the whole tensors: shards added, replicas compared."""
     found: dict[str, Sketch] = {}
     replicas: dict[tuple[int, str], Sketch] = {}  # under hybrid sharding: of the other replicas
@@ -155,10 +152,10 @@ def _sketches(trace: Trace, kind: type, rank: int | None = None, **where: Any) -
         if rank not in (None, number):
             continue
         for event in events:
-            if not isinstance(event, kind) or any(getattr(event, n) != v for n, v in where.items()):
+            if not isinstance(event, SketchedTensors) or any(getattr(event, n) != v for n, v in where.items()):
                 continue
             for name, sketch in zip(event.names, event.sketches, strict=True):
-                if getattr(event, "replica", 0):
+                if event.replica:
                     key = (event.replica, name)
                     replicas[key] = replicas[key] + sketch if key in replicas else sketch
                 elif name in found and event.is_sharded:
@@ -177,6 +174,7 @@ def _sketches(trace: Trace, kind: type, rank: int | None = None, **where: Any) -
 def _assert_close(
     found: dict[str, Sketch], expected: dict[str, torch.Tensor], *, zeros: set[str] = frozenset()
 ) -> None:
+    found = {name.removeprefix("0:"): sketch for name, sketch in found.items()}
     assert set(found) - zeros == set(expected)
     for name in zeros & set(found):
         assert found[name].square_sum == 0
@@ -208,20 +206,22 @@ def test_what_is_recorded_is_what_plain_pytorch_computes(
     run_on_ranks(_record, str(tmp_path), kind, micro_steps, settings, world_size=world_size)
     trace, plain = read_trace(tmp_path), Plain(world_size, micro_steps)
     assert len(trace.ranks) == world_size
-    weights = {f"{n}": p.detach() for n, p in plain.weights[0].items()}
-    _assert_close(_sketches(trace, ModelWeights, update=-1), weights)
+    weights = {n: p.detach() for n, p in plain.weights[0].items()}
+    _assert_close(_sketches(trace, content="weights", update=-1), weights)
     for update in range(UPDATES):
         for rank in range(world_size):
             for micro_step in range(micro_steps):
-                local = _sketches(trace, Gradients, rank, stage="local", update=update, micro_step=micro_step)
+                local = _sketches(trace, rank, content="local", update=update, micro_step=micro_step)
                 _assert_close(local, plain.local[update, micro_step, rank])
         unused = {"unused"}  # engines may leave zeros where no gradient is
-        _assert_close(_sketches(trace, Gradients, stage="reduced", update=update), plain.reduced[update], zeros=unused)
-        _assert_close(_sketches(trace, Gradients, stage="clipped", update=update), plain.clipped[update], zeros=unused)
+        _assert_close(_sketches(trace, content="reduced", update=update), plain.reduced[update], zeros=unused)
+        _assert_close(_sketches(trace, content="clipped", update=update), plain.clipped[update], zeros=unused)
         trained = plain.weights[update + 1]  # the frozen ones, too, because they are few
-        _assert_close(_sketches(trace, ModelWeights, update=update), trained)
-        momenta = {f"0:{n}/momentum_buffer": m for n, m in plain.momenta[update].items()}
-        _assert_close(_sketches(trace, OptimizerState, update=update), momenta, zeros={"0:unused/momentum_buffer"})
+        _assert_close(_sketches(trace, content="weights", update=update), trained)
+        momenta = {f"{n}/momentum_buffer": m for n, m in plain.momenta[update].items()}
+        _assert_close(
+            _sketches(trace, content="optimizer_state", update=update), momenta, zeros={"unused/momentum_buffer"}
+        )
         for events in trace.ranks:
             (clip,) = [one for one in events if isinstance(one, Clip) and one.update == update]
             assert clip.norm == pytest.approx(plain.norms[update], rel=1e-5)
@@ -263,17 +263,20 @@ def test_the_state_that_is_saved_is_the_state_that_is_loaded(engine: str, tmp_pa
     run_on_ranks(_save_and_load, str(tmp_path), engine)
     first, resumed = read_trace(tmp_path / "first"), read_trace(tmp_path / "resumed")
     saved, loaded = (
-        _sketches(trace, SavedState, action=action, update=0, path=str(tmp_path / "checkpoint"))
-        for trace, action in ((first, "save"), (resumed, "load"))
+        _sketches(trace, content=content, update=0, path=str(tmp_path / "checkpoint"))
+        for trace, content in ((first, "saved"), (resumed, "loaded"))
     )
     names = {"0:0.weight", "0:2.bias/exp_avg", "0:0.bias/step", "buffer 0:1.num_batches_tracked", "lr 0"}
     assert names <= set(saved)
     # Of the statistics of BatchNorm, which differ between ranks, those of rank zero are saved.
     assert {n: s.bits for n, s in saved.items()} == {n: s.bits for n, s in loaded.items()}
-    weights, states = _sketches(first, ModelWeights, update=0), _sketches(first, OptimizerState, update=0)
-    assert {f"0:{n}": s.bits for n, s in weights.items()}.items() <= {n: s.bits for n, s in saved.items()}.items()
+    weights, states = (
+        _sketches(first, content="weights", update=0),
+        _sketches(first, content="optimizer_state", update=0),
+    )
+    assert {n: s.bits for n, s in weights.items()}.items() <= {n: s.bits for n, s in saved.items()}.items()
     assert {n: s.bits for n, s in states.items()}.items() <= {n: s.bits for n, s in saved.items()}.items()
-    after, again = (_sketches(trace, ModelWeights, update=1) for trace in (first, resumed))
+    after, again = (_sketches(trace, content="weights", update=1) for trace in (first, resumed))
     assert {n: s.bits for n, s in after.items()} == {n: s.bits for n, s in again.items()}
     verdict = compare(first, first)  # BatchNorm of each rank's own batch is the first difference
     (cell,) = (one for one in verdict.cells if (one.update, one.stage) == (0, "save"))

@@ -10,7 +10,7 @@ import torch
 
 from echelon.distributed.checks import sketch
 from echelon.distributed.checks.sketch import NUM_BUCKETS, LatestSketches, Sketch, Sketches, sketch_of, sketches_of
-from echelon.verify.trace import Batch, Forward, ModelWeights, Row, TraceWriter, read_trace
+from echelon.verify.trace import Batch, Forward, Row, SketchedTensors, TraceWriter, read_trace
 
 SHAPE = (300, 371)
 
@@ -161,7 +161,7 @@ def test_a_trace_holds_sketches_and_rows(tmp_path: Path) -> None:
     found = sketches_of([torch.randn(3, 4), torch.full((5,), torch.nan), torch.randn(70, 91)])
     row, output = Row(whole=2**63 + 5, prefix=7), np.arange(8.0).reshape(2, 4)
     written = [
-        ModelWeights(update=0, model=0, names=["a", "b", "c"], sketches=list(found)),
+        SketchedTensors(content="weights", update=0, names=["a", "b", "c"], sketches=list(found)),
         Batch(update=0, micro_step=0, source="loader", rows=[row]),
         Forward(update=0, micro_step=1, model=0, module="", shape=[2, 7], rows=output, is_without_padding=True),
     ]
@@ -170,7 +170,7 @@ def test_a_trace_holds_sketches_and_rows(tmp_path: Path) -> None:
         writer.add(event)
     writer.close()
     weights, batch, forward = read_trace(tmp_path).ranks[0]
-    assert isinstance(weights, ModelWeights)
+    assert isinstance(weights, SketchedTensors)
     assert isinstance(forward, Forward)
     assert batch == written[1]
     assert (forward.rows == output).all()

@@ -19,15 +19,11 @@ from echelon.distributed.checks.sketch import Sketch, sketch_of
 from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
 from echelon.verify.trace import (
-    Buffers,
     Clip,
     Event,
-    Gradients,
     Model,
-    ModelWeights,
-    OptimizerState,
     OptimizerStep,
-    SavedState,
+    SketchedTensors,
     read_trace,
 )
 
@@ -82,9 +78,14 @@ def test_recording_ends_the_script_after_its_updates_and_leaves_no_patch(tmp_pat
     events = _record(tmp_path, script)
     assert ran == [0, 1]
     assert [getattr(*one) for one in patched] == before
-    assert [(e.update, e.micro_step) for e in _of(events, Gradients, stage="local")] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [e.update for e in _of(events, ModelWeights)] == [-1, 0, 1]
-    assert [e.update for e in _of(events, Buffers)] == [-1, 0, 1]
+    assert [(e.update, e.micro_step) for e in _of(events, SketchedTensors, content="local")] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert [e.update for e in _of(events, SketchedTensors, content="weights")] == [-1, 0, 1]
+    assert [e.update for e in _of(events, SketchedTensors, content="buffers")] == [-1, 0, 1]
     assert [e.update for e in _of(events, OptimizerStep)] == [0, 1]
 
 
@@ -98,7 +99,7 @@ def test_a_script_that_ends_earlier_is_recorded_to_its_end(tmp_path: Path) -> No
         model(_batch(1))  # no training pass, so no update
 
     events = _record(tmp_path, script)
-    assert [e.update for e in _of(events, ModelWeights)] == [-1, 0]
+    assert [e.update for e in _of(events, SketchedTensors, content="weights")] == [-1, 0]
 
 
 def test_an_evaluation_between_updates_is_not_a_part_of_them(tmp_path: Path) -> None:
@@ -116,8 +117,8 @@ def test_an_evaluation_between_updates_is_not_a_part_of_them(tmp_path: Path) -> 
             optimizer.step()
 
     events = _record(tmp_path, script)
-    assert len(_of(events, Gradients, stage="local")) == 2
-    assert [e.update for e in _of(events, ModelWeights)] == [-1, 0, 1]
+    assert len(_of(events, SketchedTensors, content="local")) == 2
+    assert [e.update for e in _of(events, SketchedTensors, content="weights")] == [-1, 0, 1]
 
 
 def test_two_optimizers_after_one_backward_are_one_update(tmp_path: Path) -> None:
@@ -140,8 +141,11 @@ def test_two_optimizers_after_one_backward_are_one_update(tmp_path: Path) -> Non
         (1, 1, "Adam", [0.2]),
     ]
     assert steps[1].group_of == {"1:weight": 0, "1:bias": 0}
-    assert [e.model for e in _of(events, Gradients, stage="reduced", update=1)] == [0, 1]
-    state = _of(events, OptimizerState, update=1, optimizer=1)[0]
+    assert [e.names for e in _of(events, SketchedTensors, content="reduced", update=1)] == [
+        ["0:weight", "0:bias"],
+        ["1:weight", "1:bias"],
+    ]
+    state = _of(events, SketchedTensors, content="optimizer_state", update=1)[1]
     assert _named(state)["1:bias/step"].norm == 2.0
 
 
@@ -156,16 +160,12 @@ def test_two_models_that_alternate_are_two_updates(tmp_path: Path) -> None:
             optimizer.zero_grad()
 
     events = _record(tmp_path, script, steps=3)
-    assert [(e.update, e.model) for e in _of(events, Gradients, stage="local")] == [(0, 0), (1, 1), (2, 0)]
-    assert [(e.update, e.model) for e in _of(events, ModelWeights)] == [
-        (-1, 0),
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (1, 1),
-        (2, 0),
-        (2, 1),
-    ]
+    local, weights = (
+        [(e.update, e.names[0]) for e in _of(events, SketchedTensors, content=content)]
+        for content in ("local", "weights")
+    )
+    assert local == [(0, "0:weight"), (1, "1:weight"), (2, "0:weight")]
+    assert weights == [(-1, "0:weight"), *((update, f"{model}:weight") for update in range(3) for model in range(2))]
 
 
 @pytest.mark.parametrize("unscales", [True, False])
@@ -195,13 +195,13 @@ def test_gradients_are_recorded_without_the_loss_scale_and_skipped_steps_as_such
     assert plain.weight.grad is not None
     expected = sketch_of(plain.weight.grad)
     for stage in ("local", "reduced"):
-        (event,) = _of(events, Gradients, stage=stage, update=1)
+        (event,) = _of(events, SketchedTensors, content=stage, update=1)
         assert event.sketches[0].bits == expected.bits, stage  # the scale is a power of 2
-    clipped = _of(events, Gradients, stage="clipped", update=1)
+    clipped = _of(events, SketchedTensors, content="clipped", update=1)
     assert len(clipped) == unscales
     if unscales:
         assert clipped[0].sketches[0].norm == pytest.approx(0.5, rel=1e-5)
-    first, second = _of(events, ModelWeights)[:2]
+    first, second = _of(events, SketchedTensors, content="weights")[:2]
     assert first.sketches[0].bits == second.sketches[0].bits
 
 
@@ -225,10 +225,12 @@ def test_a_large_gradient_that_changes_after_the_backward_pass_is_summarized_aga
             optimizer.zero_grad()
 
     events = _record(tmp_path, script, steps=1)
-    local, reduced = (_named(_of(events, Gradients, stage=stage, update=0)[0]) for stage in ("local", "reduced"))
-    assert reduced["weight"].bits == sketch_of(gradients[0]).bits
-    assert (local["weight"].bits == reduced["weight"].bits) == (change == "none")
-    assert local["bias"].bits == reduced["bias"].bits
+    local, reduced = (
+        _named(_of(events, SketchedTensors, content=stage, update=0)[0]) for stage in ("local", "reduced")
+    )
+    assert reduced["0:weight"].bits == sketch_of(gradients[0]).bits
+    assert (local["0:weight"].bits == reduced["0:weight"].bits) == (change == "none")
+    assert local["0:bias"].bits == reduced["0:bias"].bits
 
 
 def test_the_state_of_large_tensors_is_summarized_in_turns(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_the_state_of_large_tensors_is_summarized_in_turns(tmp_path: Path) -> No
             copies.append({f"0:{name}/{key}": one[key].clone() for name, one in state.items() for key in one})
 
     events = _record(tmp_path, script, steps=10)
-    recorded = [_named(event) for event in _of(events, OptimizerState)]
+    recorded = [_named(event) for event in _of(events, SketchedTensors, content="optimizer_state")]
     assert len(recorded) == 10
     large = {f"0:{layer}.weight/{key}" for layer in (0, 1) for key in ("exp_avg", "exp_avg_sq")}
     small = copies[0].keys() - large
@@ -296,9 +298,9 @@ def test_clipping_is_seen_however_it_is_called(tmp_path: Path) -> None:
     events = _record(tmp_path, script)
     norm, value = _of(events, Clip)
     assert (norm.max_norm, norm.norm_type) == (1.0, 2.0)
-    (reduced,) = _of(events, Gradients, stage="reduced", update=0)
+    (reduced,) = _of(events, SketchedTensors, content="reduced", update=0)
     assert norm.norm == pytest.approx(sum(s.square_sum for s in reduced.sketches) ** 0.5, rel=1e-5)
-    (clipped,) = _of(events, Gradients, stage="clipped", update=0)
+    (clipped,) = _of(events, SketchedTensors, content="clipped", update=0)
     assert sum(s.square_sum for s in clipped.sketches) == pytest.approx(1.0, rel=1e-4)
     assert value.max_norm == 0.25
     assert Path(norm.line.split(":")[0]).name == Path(__file__).name
@@ -327,12 +329,12 @@ def test_a_checkpointed_block_and_several_losses(tmp_path: Path) -> None:
 
     events = _record(tmp_path, script, steps=1)
     plain(plain(_batch(0))).sum().backward()
-    (local,) = _of(events, Gradients, stage="local")
+    (local,) = _of(events, SketchedTensors, content="local")
     found = _named(local)
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None
         # float32, sums of at most 30 products
-        assert found[f"layer.{name}"].distance(sketch_of(parameter.grad)) <= 1e-6 * float(parameter.grad.norm())
+        assert found[f"0:layer.{name}"].distance(sketch_of(parameter.grad)) <= 1e-6 * float(parameter.grad.norm())
     assert len(_of(events, Model)) == 1
 
 
@@ -352,8 +354,8 @@ def test_lbfgs_computes_its_gradients_inside_the_step(tmp_path: Path) -> None:
 
     events = _record(tmp_path, script)
     assert [e.update for e in _of(events, OptimizerStep)] == [0, 1]
-    assert [e.update for e in _of(events, Gradients, stage="reduced")] == [0, 1]
-    assert len(_of(events, Gradients, stage="local", update=0)) > 1
+    assert [e.update for e in _of(events, SketchedTensors, content="reduced")] == [0, 1]
+    assert len(_of(events, SketchedTensors, content="local", update=0)) > 1
 
 
 def test_averaged_weights_are_recorded_with_the_buffers(tmp_path: Path) -> None:
@@ -367,9 +369,9 @@ def test_averaged_weights_are_recorded_with_the_buffers(tmp_path: Path) -> None:
             averaged.update_parameters(model)
 
     events = _record(tmp_path, script)
-    (weights,) = _of(events, ModelWeights, update=0)
-    (buffers,) = _of(events, Buffers, update=0)
-    assert _named(buffers)["averaged.weight"].bits == _named(weights)["weight"].bits
+    (weights,) = _of(events, SketchedTensors, content="weights", update=0)
+    (buffers,) = _of(events, SketchedTensors, content="buffers", update=0)
+    assert _named(buffers)["0:averaged.weight"].bits == _named(weights)["0:weight"].bits
 
 
 @pytest.mark.parametrize("is_frozen", [True, False])
@@ -391,10 +393,12 @@ def test_an_average_of_the_weights_by_hand_is_recorded_with_the_buffers(is_froze
 
     events = _record(tmp_path, script)
     for update in (0, 1):
-        weights, buffers = (_of(events, kind, update=update) for kind in (ModelWeights, Buffers))
+        weights, buffers = (
+            _of(events, SketchedTensors, content=content, update=update) for content in ("weights", "buffers")
+        )
         if update:  # the copy was called before the model was known
-            assert list(_named(buffers[0])) == ["averaged.weight"]
-            assert _named(buffers[0])["averaged.weight"].bits == _named(weights[0])["weight"].bits
+            assert list(_named(buffers[0])) == ["0:averaged.weight"]
+            assert _named(buffers[0])["0:averaged.weight"].bits == _named(weights[0])["0:weight"].bits
 
 
 def test_a_saved_state_is_found_again_when_it_is_loaded(tmp_path: Path) -> None:
@@ -417,14 +421,14 @@ def test_a_saved_state_is_found_again_when_it_is_loaded(tmp_path: Path) -> None:
                 torch.save({"unrelated": torch.ones(3)}, tmp_path / "other.pt")
 
     events = _record(tmp_path / "first", lambda: script(is_resumed=False), steps=3)
-    (saved,) = _of(events, SavedState)
-    assert (saved.action, saved.update, saved.path) == ("save", 1, str(file))
+    (saved,) = _of(events, SketchedTensors, content="saved")
+    assert (saved.update, saved.path) == (1, str(file))
     for forgets in (False, True):
         folder = tmp_path / f"second {forgets}"
         with recording(folder, parts=default_parts(), rank=0, world_size=1, steps=1, first_update=2):
             script(is_resumed=True, forgets=forgets)
-        (loaded,) = _of(read_trace(folder).ranks[0], SavedState)
-        assert (loaded.action, loaded.update, loaded.path) == ("load", 1, str(file))
+        (loaded,) = _of(read_trace(folder).ranks[0], SketchedTensors, content="loaded")
+        assert (loaded.update, loaded.path) == (1, str(file))
         assert (_named(loaded).keys() == _named(saved).keys()) != forgets
         same = {name for name, sketch in _named(loaded).items() if sketch.bits == _named(saved)[name].bits}
         assert {"0:0.weight", "buffer 0:1.running_mean", "lr 0"} <= same

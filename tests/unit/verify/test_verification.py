@@ -22,10 +22,10 @@ from echelon.verify.trace import (
     VERSION,
     Batch,
     Model,
-    ModelWeights,
     OptimizerStep,
     RecordedProcess,
     Row,
+    SketchedTensors,
     Trace,
     TraceWriter,
 )
@@ -97,7 +97,7 @@ def _write(
             sketch = Sketch(
                 projection=np.full(32, value), square_sum=value, bits=int(value * 1e6), num_elements=1, num_nonfinite=0
             )
-            writer.add(ModelWeights(update=update, model=0, names=["w"], sketches=[sketch]))
+            writer.add(SketchedTensors(content="weights", update=update, names=["0:w"], sketches=[sketch]))
         writer.close()
 
 
@@ -132,7 +132,7 @@ def _plan(folder: Path, procs: str = "1,2", engines: str | None = None, **option
 def _compare_weights(layout: Trace, reference: Trace, float64: Trace | None = None, *, options: Any) -> Verdict:
     """Compare the bits of the weights; without ``is_bitwise``, differences below 0.1 are rounding."""
     assert (float64 is None) is options.is_bitwise
-    mine, other = ([e for e in trace.ranks[0] if isinstance(e, ModelWeights)] for trace in (layout, reference))
+    mine, other = ([e for e in trace.ranks[0] if isinstance(e, SketchedTensors)] for trace in (layout, reference))
     allowed = 0.0 if options.is_bitwise else 0.1
     for a, b in zip(mine, other, strict=True):
         if abs(a.sketches[0].square_sum - b.sketches[0].square_sum) > allowed:

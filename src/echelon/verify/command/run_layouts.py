@@ -284,7 +284,8 @@ def _positions(request: RunRequest) -> Iterator[str]:
         event = _last_event(file_of_rank(request.folder, rank))
         did = "recorded nothing"
         if event is not None:
-            did = f"last recorded: {_KINDS.get(event['kind'], event['kind'])} of update {event.get('update', 0)}"
+            kind = event.get("content", event["kind"])
+            did = f"last recorded: {_KINDS.get(kind, kind)} of update {event.get('update', 0)}"
         line = _line_of(request.folder / f"rank_{rank}.stacks")
         yield f"rank {rank}: {did}" + (f"; now at {line}" if line else "")
 
@@ -295,14 +296,17 @@ _KINDS: Mapping[str, str] = {
     "batch": "batch",
     "forward": "forward pass",
     "loss": "loss",
-    "gradients": "gradients",
+    "local": "gradients",
+    "reduced": "gradients",
+    "clipped": "gradients",
     "clip": "clipping",
     "optimizer_step": "optimizer step",
     "weights": "weights",
     "buffers": "buffers",
     "optimizer_state": "optimizer state",
     "rng": "random number generators",
-    "saved_state": "checkpoint",
+    "saved": "checkpoint",
+    "loaded": "checkpoint",
 }
 
 

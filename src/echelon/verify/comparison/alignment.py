@@ -5,32 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
 from echelon.distributed.checks.sketch import Sketch
 from echelon.verify.trace import (
     Batch,
-    Buffers,
     Clip,
+    Content,
     Event,
     Forward,
-    Gradients,
     Loss,
     Model,
-    ModelWeights,
     Note,
-    OptimizerState,
     OptimizerStep,
     RecordedProcess,
     Rng,
     Row,
-    SavedState,
+    SketchedTensors,
     Trace,
 )
-
-TensorKind: TypeAlias = Literal["reduced", "clipped", "weights", "buffers", "optimizer_state"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,14 +35,10 @@ class RankUpdate:
     batches: list[Batch] = field(default_factory=list)
     forwards: list[Forward] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
-    gradients: list[Gradients] = field(default_factory=list)
+    tensors: list[SketchedTensors] = field(default_factory=list)
     clips: list[Clip] = field(default_factory=list)
     steps: list[OptimizerStep] = field(default_factory=list)
-    weights: list[ModelWeights] = field(default_factory=list)
-    buffers: list[Buffers] = field(default_factory=list)
-    states: list[OptimizerState] = field(default_factory=list)
     rngs: list[Rng] = field(default_factory=list)
-    saved: list[SavedState] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
@@ -56,14 +47,10 @@ class RankUpdate:
             Batch: self.batches,
             Forward: self.forwards,
             Loss: self.losses,
-            Gradients: self.gradients,
+            SketchedTensors: self.tensors,
             Clip: self.clips,
             OptimizerStep: self.steps,
-            ModelWeights: self.weights,
-            Buffers: self.buffers,
-            OptimizerState: self.states,
             Rng: self.rngs,
-            SavedState: self.saved,
             Note: self.notes,
         }
         lists[type(event)].append(event)
@@ -166,7 +153,8 @@ class AlignedRun:
                     begin.add(event)
                 else:
                     updates.setdefault(event.update, RankUpdate()).add(event)
-                    if isinstance(event, ModelWeights if has_failed else OptimizerStep):
+                    is_weights = isinstance(event, SketchedTensors) and event.content == "weights"
+                    if is_weights if has_failed else isinstance(event, OptimizerStep):
                         last = max(last, event.update)
             self.processes.append(process)
             self._updates.append(updates)
@@ -197,14 +185,13 @@ class AlignedRun:
         texts = {one.text: None for ranks in self._updates for update in ranks.values() for one in update.notes}
         return list(texts)
 
-    def saved_states(self) -> Iterator[tuple[int, SavedState]]:
-        """Yield the rank and the event of each saved or loaded state, by rank and then in the order of the updates."""
+    def states(self, content: Literal["saved", "loaded"]) -> Iterator[tuple[int, SketchedTensors]]:
+        """Yield the rank and the event of each state, by rank and then in the order of the updates."""
         for rank, updates in enumerate(self._updates):
-            for update in sorted(updates):
-                yield from ((rank, one) for one in updates[update].saved)
-            yield from ((rank, one) for one in self._begins[rank].saved)
+            for one in (*(updates[update] for update in sorted(updates)), self._begins[rank]):
+                yield from ((rank, event) for event in one.tensors if event.content == content)
 
-    def tensors(self, update: int, kind: TensorKind) -> dict[str, RecordedTensor]:
+    def tensors(self, update: int, kind: Content) -> dict[str, RecordedTensor]:
         """Return the tensors of ``kind`` in ``update`` by name (``"0:weight"``)."""
         key = (update, kind)
         if key not in self._tensors:
@@ -219,19 +206,18 @@ class AlignedRun:
         """Return what backward added on each rank in each micro-step: ``(rank, micro_step)`` to name to sketch."""
         result: dict[tuple[int, int], dict[str, Sketch]] = {}
         for rank, one in enumerate(self.ranks_at(update)):
-            for event in one.gradients:
-                if event.stage == "local" and not event.is_sharded:
+            for event in one.tensors:
+                if event.content == "local" and not event.is_sharded:
                     known = result.setdefault((rank, event.micro_step), {})
                     for name, sketch in zip(event.names, event.sketches, strict=True):
-                        key = f"{event.model}:{name}"
-                        known[key] = known[key] + sketch if key in known else sketch
+                        known[name] = known[name] + sketch if name in known else sketch
         return result
 
-    def resumed_tensors(self, kind: TensorKind) -> dict[str, RecordedTensor]:
+    def resumed_tensors(self, kind: Content) -> dict[str, RecordedTensor]:
         """Return the tensors of ``kind`` with which the second process began."""
         return _whole_tensors(self._begins, kind)
 
-    def _collect(self, update: int, kind: TensorKind) -> dict[str, RecordedTensor]:
+    def _collect(self, update: int, kind: Content) -> dict[str, RecordedTensor]:
         tensors = _whole_tensors(self.ranks_at(update), kind)
         if kind != "clipped" or not tensors:
             return tensors
@@ -260,15 +246,16 @@ def _drop_idle_clips(ranks: Sequence[RankUpdate]) -> None:
         one.clips[:] = [clip for clip in one.clips if clip.micro_step not in idle]
 
 
-def _whole_tensors(ranks: Sequence[RankUpdate], kind: TensorKind) -> dict[str, RecordedTensor]:
+def _whole_tensors(ranks: Sequence[RankUpdate], kind: Content) -> dict[str, RecordedTensor]:
     by_rank: dict[str, dict[int, Sketch]] = {}
     replica_of: dict[str, dict[int, int]] = {}
     for rank, one in enumerate(ranks):
-        for replica, names, sketches in _named_sketches(one, kind):
-            for name, sketch in zip(names, sketches, strict=True):
-                by_rank.setdefault(name, {}).setdefault(rank, sketch)
-                if replica is not None:
-                    replica_of.setdefault(name, {}).setdefault(rank, replica)
+        for event in one.tensors:
+            # The latest counts: with a clipping call in each micro-step, gradients are also recorded before the last backward pass.
+            for name, sketch in zip(event.names, event.sketches, strict=True) if event.content == kind else ():
+                by_rank.setdefault(name, {})[rank] = sketch
+                if event.is_sharded:
+                    replica_of.setdefault(name, {})[rank] = event.replica
     return {name: whole_tensor(sketches, replica_of.get(name)) for name, sketches in by_rank.items()}
 
 
@@ -283,24 +270,6 @@ def whole_tensor(by_rank: dict[int, Sketch], replica_of: Mapping[int, int] | Non
         sums[replica] = (first, sketch if total is None else total + sketch)
     (_, whole), *others = (sums[replica] for replica in sorted(sums))
     return RecordedTensor(whole=whole, by_rank=by_rank, replica_of=replica_of, replicas=dict(others))
-
-
-def _named_sketches(one: RankUpdate, kind: TensorKind) -> Iterator[tuple[int | None, list[str], Sequence[Sketch]]]:
-    """Yield the replica (None: not sharded), names and sketches of each event."""
-    events: Sequence[ModelWeights | Buffers | OptimizerState | Gradients]
-    if kind == "weights":
-        events = one.weights
-    elif kind == "buffers":
-        events = one.buffers
-    elif kind == "optimizer_state":
-        events = one.states
-    else:
-        # Those before the step: with a clipping call in each micro-step, gradients are also recorded before the last backward pass.
-        events = [event for event in reversed(one.gradients) if event.stage == kind]
-    for event in events:
-        names = event.names if isinstance(event, OptimizerState) else [f"{event.model}:{name}" for name in event.names]
-        replica = None if isinstance(event, Buffers) or not event.is_sharded else event.replica
-        yield replica, names, event.sketches
 
 
 def rows_by_sample(

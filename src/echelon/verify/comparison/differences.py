@@ -15,13 +15,12 @@ from echelon.verify.comparison.alignment import (
     AlignedRun,
     RecordedTensor,
     SampleIds,
-    TensorKind,
     calls_of,
     rows_by_sample,
 )
 from echelon.verify.comparison.tolerance import Measurement, RoundingModel, unit_roundoff
 from echelon.verify.finding import Stage
-from echelon.verify.trace import Forward
+from echelon.verify.trace import Content, Forward
 
 DifferenceKind: TypeAlias = Literal[
     "values",
@@ -192,7 +191,7 @@ class Comparison:
 
     # tensors -------------------------------------------------------------------------------------------------------------------
 
-    def compare_tensors(self, update: int, kind: TensorKind, stage: Stage) -> None:
+    def compare_tensors(self, update: int, kind: Content, stage: Stage) -> None:
         """Compare all tensors of ``kind`` after or in ``update``."""
         ours = self.layout.tensors(update, kind)
         theirs = self.reference.tensors(update, kind)
@@ -231,7 +230,7 @@ class Comparison:
                     self.differ(stage, update, "missing", tensor=name, norm=theirs[name].whole.norm)
 
     def explained_by_rounding(
-        self, update: int, kind: TensorKind, theirs: Mapping[str, RecordedTensor]
+        self, update: int, kind: Content, theirs: Mapping[str, RecordedTensor]
     ) -> dict[str, float]:
         """Return the greatest distance of each tensor of the reference that rounding explains."""
         measurements = self.measured(update, kind, theirs)
@@ -256,7 +255,7 @@ class Comparison:
                 result[name] = max(result.get(name, 0.0), norm)
         return result
 
-    def measured(self, update: int, kind: TensorKind, theirs: Mapping[str, RecordedTensor]) -> dict[str, Measurement]:
+    def measured(self, update: int, kind: Content, theirs: Mapping[str, RecordedTensor]) -> dict[str, Measurement]:
         """Return the rounding error of each tensor of the reference."""
         twins = [run.tensors(update, kind) for run in self.twins]
         if kind == "clipped":

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from echelon.distributed.checks.sketch import Sketch
-from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, TensorKind, whole_tensor
+from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, whole_tensor
 from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.wording import listed
-from echelon.verify.trace import SavedState
+from echelon.verify.trace import Content, SketchedTensors
 
-_States: TypeAlias = list[tuple[int, SavedState]]
+_States: TypeAlias = list[tuple[int, SketchedTensors]]
 """Ranks and events of one checkpoint; a rank that holds whole tensors and shards has one event of each kind."""
 
 
-def _states(run: AlignedRun, action: str) -> dict[tuple[int, str], _States]:
+def _states(run: AlignedRun, content: Literal["saved", "loaded"]) -> dict[tuple[int, str], _States]:
     """Return the saved or loaded states by (update, path)."""
     result: dict[tuple[int, str], _States] = {}
-    for rank, one in run.saved_states():
-        if one.action == action:
-            result.setdefault((one.update, one.path), []).append((rank, one))
+    for rank, one in run.states(content):
+        result.setdefault((one.update, one.path), []).append((rank, one))
     return result
 
 
@@ -55,7 +54,7 @@ def _live(run: AlignedRun, update: int) -> dict[str, RecordedTensor]:
 def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
     """Yield tensors that a checkpoint of the layout holds with other values than the run had."""
     run = comparison.layout
-    for (update, path), states in _states(run, "save").items():
+    for (update, path), states in _states(run, "saved").items():
         saved = _tensors(states)
         line = _line(states)
         candidates = [live for near in (update, update - 1) if (live := _live(run, near))]
@@ -95,8 +94,8 @@ def load_differences(comparison: Comparison) -> Iterator[RunDifference]:
     """Yield tensors that the layout loaded with other values than were saved."""
     run = comparison.layout
     # Of each path, the newest save before the load: a script may write to the same folder again.
-    saves = [*_states(comparison.reference, "save").items(), *_states(run, "save").items()]
-    for (update, path), states in _states(run, "load").items():
+    saves = [*_states(comparison.reference, "saved").items(), *_states(run, "saved").items()]
+    for (update, path), states in _states(run, "loaded").items():
         loaded = _tensors(states)
         source = next((saved for (at, other), saved in reversed(saves) if other == path and at <= update), None)
         line = _line(states)
@@ -126,7 +125,7 @@ def resume_differences(comparison: Comparison) -> Iterator[RunDifference]:
     """Yield tensors with which the second process of a resumed run began although the first one ended with other values."""
     run = comparison.layout
     assert run.resumed_at is not None
-    kinds: tuple[TensorKind, ...] = ("weights", "buffers", "optimizer_state")
+    kinds: tuple[Content, ...] = ("weights", "buffers", "optimizer_state")
     for kind in kinds:
         ended, began = run.tensors(run.resumed_at - 1, kind), run.resumed_tensors(kind)
         for name in [one for one in ended if one in began]:

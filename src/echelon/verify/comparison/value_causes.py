@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from echelon.distributed.checks.sketch import Sketch
-from echelon.verify.comparison.alignment import AlignedRun, TensorKind
+from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
 from echelon.verify.comparison.gradient_causes import are_tied, ratio_between, scale_between
@@ -388,8 +388,7 @@ def _has_moved(run: AlignedRun, update: int, name: str) -> bool:
 
 
 def _moves(run: AlignedRun, update: int) -> dict[str, np.ndarray]:
-    kind: TensorKind = "weights"
-    before, after = run.tensors(update - 1, kind), run.tensors(update, kind)
+    before, after = run.tensors(update - 1, "weights"), run.tensors(update, "weights")
     return {name: after[name].whole.projection - before[name].whole.projection for name in after if name in before}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -11,15 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.distributed.checks.named_sketches import sketch_named
 from echelon.distributed.checks.sketch import LatestSketches
 from echelon.verify.recorders.losses import LossScales, parameters_of
 from echelon.verify.recorders.models import RecordedModel
-from echelon.verify.recorders.shards import sketch_named
 from echelon.verify.recording import Recording
-from echelon.verify.trace import Gradients
-
-_Owner = tuple[int, str]
-"""Index of the model, and name of the parameter."""
 
 
 class GradientRecorder:
@@ -32,14 +27,14 @@ class GradientRecorder:
     def __init__(self, scales: LossScales) -> None:
         self._scales = scales
         self._recording: Recording
-        self._order: dict[_Owner, int] = {}
-        self._local: dict[_Owner, torch.Tensor] = {}
+        self._order: dict[str, int] = {}
+        self._local: dict[str, torch.Tensor] = {}
         self._hooks: dict[int, Any] = {}
         self._nodes: list[Any] = []  # torch keeps them only while a graph needs them
-        self._frozen: list[tuple[_Owner, nn.Parameter]] = []
-        self._latest: dict[int, LatestSketches] = defaultdict(LatestSketches)
-        """By model. In one process, reduced gradients are the local ones, and clipping changes few."""
-        self._reduced: dict[_Owner, int] = {}
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._latest = LatestSketches()
+        """In one process, reduced gradients are the local ones, and clipping changes few."""
+        self._reduced: dict[str, int] = {}
         """Bits of the gradients that were recorded before a clipping call, since the last backward pass."""
 
     def install(self, recording: Recording) -> None:
@@ -59,50 +54,49 @@ class GradientRecorder:
     # ---- local ---------------------------------------------------------------------------------------------------------
 
     def _watch(self, model: RecordedModel) -> None:
-        for place, (name, parameter) in enumerate(model.parameters.items()):
-            owner = (model.index, name)
-            self._order[owner] = place
+        for key, parameter in model.parameters.items():
+            name = f"{model.index}:{key}"
+            self._order.setdefault(name, len(self._order))
             if parameter.requires_grad:
-                self._hook(parameter, owner)
+                self._hook(parameter, name)
             else:
-                self._frozen.append((owner, parameter))
+                self._frozen.append((name, parameter))
 
     def _watch_unfrozen(self) -> None:
         if any(parameter.requires_grad for _, parameter in self._frozen):
-            for owner, parameter in self._frozen:
+            for name, parameter in self._frozen:
                 if parameter.requires_grad:
-                    self._hook(parameter, owner)
+                    self._hook(parameter, name)
             self._frozen = [one for one in self._frozen if not one[1].requires_grad]
 
     def _watch_gathered(self, model: RecordedModel) -> None:
         for shard, whole in model.unsharded_parameters():
-            name = model.name_of(shard)
+            name = self._recording.name_of(shard)
             if whole.requires_grad and name is not None:
-                self._hook(whole, (model.index, name))
+                self._hook(whole, name)
 
-    def _hook(self, parameter: nn.Parameter, owner: _Owner) -> None:
+    def _hook(self, parameter: nn.Parameter, name: str) -> None:
         if id(parameter) in self._hooks:
             return
         accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
         # A hook on the node sees what all hooks on the parameter have made of the gradient.
-        self._hooks[id(parameter)] = accumulator.register_prehook(partial(self._keep, owner))
+        self._hooks[id(parameter)] = accumulator.register_prehook(partial(self._keep, name))
         self._nodes.append((accumulator, parameter))
 
-    def _keep(self, owner: _Owner, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def _keep(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
         if gradients[0] is not None:
-            own, earlier = gradients[0].detach(), self._local.get(owner)
+            own, earlier = gradients[0].detach(), self._local.get(name)
             # There is an earlier one of another checkpointed block in the same pass.
-            self._local[owner] = own.clone() if earlier is None else earlier + own
+            self._local[name] = own.clone() if earlier is None else earlier + own
 
     def _end_micro_step(self) -> None:
         local, self._local = self._local, {}
         if not local:
             self._recording.note("A backward pass reached no parameter of a recorded model.")
-        for owner in local:
-            self._reduced.pop(owner, None)  # a clipping function in an earlier micro-step does not count
-        self._add(
-            "local", {owner: local[owner] for owner in sorted(local, key=self._order.__getitem__)}, self._scales.take()
-        )
+        for name in local:
+            self._reduced.pop(name, None)  # a clipping function in an earlier micro-step does not count
+        in_order = sorted(local, key=self._order.__getitem__)
+        self._add("local", {name: local[name] for name in in_order}, self._scales.take())
 
     # ---- in the optimizer ----------------------------------------------------------------------------------------------
 
@@ -116,41 +110,28 @@ class GradientRecorder:
         clipped = self._gradients(parameters, recorded=True)
         self._add("reduced", self._gradients(parameters, recorded=False), loss_scale)
         self._add("clipped", clipped, loss_scale)
-        for owner in clipped:
-            del self._reduced[owner]
+        for name in clipped:
+            del self._reduced[name]
 
-    def _gradients(self, parameters: Iterable[torch.Tensor], *, recorded: bool) -> dict[_Owner, torch.Tensor]:
+    def _gradients(self, parameters: Iterable[torch.Tensor], *, recorded: bool) -> dict[str, torch.Tensor]:
         """Return the gradients that were recorded since the last backward pass, or those that were not."""
-        gradients = ((self._recording.owner_of(one), one.grad) for one in parameters if one.grad is not None)
+        gradients = ((self._recording.name_of(one), one.grad) for one in parameters)
         return {
-            owner: gradient.detach()
-            for owner, gradient in gradients
-            if owner is not None and gradient is not None and (owner in self._reduced) is recorded
+            name: gradient.detach()
+            for name, gradient in gradients
+            if name is not None and gradient is not None and (name in self._reduced) is recorded
         }
 
     def _add(
-        self, stage: Literal["local", "reduced", "clipped"], gradients: dict[_Owner, torch.Tensor], loss_scale: float
-    ) -> dict[_Owner, int]:
+        self, stage: Literal["local", "reduced", "clipped"], gradients: dict[str, torch.Tensor], loss_scale: float
+    ) -> dict[str, int]:
         """Record the gradients, divided by ``loss_scale``, and return their bits; clipped ones only if clipping has changed some."""
-        recording, bits = self._recording, dict[_Owner, int]()
-        for model in sorted({model for model, _ in gradients}):
-            names = [name for owner, name in gradients if owner == model]
-            tensors = [
-                one / loss_scale if loss_scale != 1 else one for (owner, _), one in gradients.items() if owner == model
-            ]
-            sketches = sketch_named(names, tensors, self._latest[model])
-            own = {
-                (model, name): one
-                for part in sketches.parts()
-                for name, one in zip(part["names"], part["sketches"].bits)
-            }
-            if stage == "clipped" and all(self._reduced[owner] == one for owner, one in own.items()):
-                continue
-            bits |= own
-            for part in sketches.parts():
-                recording.add(
-                    Gradients(
-                        stage=stage, update=recording.update, micro_step=recording.micro_step, model=model, **part
-                    )
-                )
+        if not gradients:
+            return {}
+        tensors = [one / loss_scale if loss_scale != 1 else one for one in gradients.values()]
+        sketches = sketch_named(list(gradients), tensors, self._latest)
+        bits = dict(zip(sketches.names, sketches.sketches.bits))
+        if stage != "clipped" or any(self._reduced[name] != one for name, one in bits.items()):
+            recording = self._recording
+            recording.add_tensors(stage, sketches, update=recording.update, micro_step=recording.micro_step)
         return bits

@@ -10,11 +10,11 @@ from zlib import crc32
 import torch
 from torch.optim import Optimizer, optimizer as torch_optimizer
 
+from echelon.distributed.checks.named_sketches import NamedSketches, as_shards, sketch_named
 from echelon.verify.recorders.losses import LossScales, parameters_of
-from echelon.verify.recorders.shards import NamedSketches, as_shards, sketch_named
 from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
-from echelon.verify.trace import OptimizerState, OptimizerStep
+from echelon.verify.trace import OptimizerStep
 
 _LARGE = 2**13
 """Elements. The state of larger tensors is summarized in a part of the updates: in an update in which it is wrong, the weights, which are
@@ -99,12 +99,11 @@ class OptimizerRecorder:
 
     def _add_step(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
         groups = optimizer.param_groups
-        owner_of = self._recording.owner_of
         group_of = {
-            f"{owner[0]}:{owner[1]}": number
+            name: number
             for number, group in enumerate(groups)
-            for owner in map(owner_of, group["params"])
-            if owner is not None
+            for name in map(self._recording.name_of, group["params"])
+            if name is not None
         }
         number = self.number_of(optimizer)
         self._stepped.add(number)
@@ -128,8 +127,7 @@ class OptimizerRecorder:
             sketches = sketch_optimizer_state(
                 self._recording, self._optimizers[number], update=None if is_whole else update
             )
-            for part in sketches.parts():
-                self._recording.add(OptimizerState(update=update, optimizer=number, **part))
+            self._recording.add_tensors("optimizer_state", sketches, update=update)
         self._stepped.clear()
 
 
@@ -148,29 +146,29 @@ def sketch_optimizer_state(recording: Recording, optimizer: Optimizer, *, update
 
 
 def _state(recording: Recording, state: Any, update: int | None) -> tuple[list[str], list[torch.Tensor]]:
-    names, tensors, owner_of = [], [], recording.owner_of
+    names, tensors = [], []
     for parameter, entries in state.items():
-        owner = owner_of(parameter)
-        if owner is None or not isinstance(entries, dict):
+        of_parameter = recording.name_of(parameter)
+        if of_parameter is None or not isinstance(entries, dict):
             continue
-        begin = f"{owner[0]}:{owner[1]}/"
         for key, value in entries.items():
+            name = f"{of_parameter}/{key}"
             if isinstance(value, torch.Tensor):
-                if update is not None and value.numel() > _LARGE and (_phase(begin, key) + update) % _EVERY:
+                if update is not None and value.numel() > _LARGE and (_phase(name) + update) % _EVERY:
                     continue
                 tensors.append(value)
             elif isinstance(value, (bool, int, float)):
                 tensors.append(torch.tensor(value, dtype=torch.float64))
             else:
                 continue
-            names.append(f"{begin}{key}")
+            names.append(name)
     return names, tensors
 
 
 @cache
-def _phase(begin: str, key: str) -> int:
+def _phase(name: str) -> int:
     """Return a number that is the same on all ranks and in all runs."""
-    return crc32(f"{begin}{key}".encode())
+    return crc32(name.encode())
 
 
 def _class_name(optimizer: Optimizer) -> str:

@@ -65,29 +65,24 @@ class GradientPerturbation:
         with torch.no_grad():
             gradients = self._gradients_of(optimizer)
             unused = _unused_rows(gradients)
-            for owner, gradient in gradients.items():
-                self._perturb(owner, gradient, unused)
+            for name, gradient in gradients.items():
+                self._perturb(name, gradient, unused)
 
-    def _gradients_of(self, optimizer: Optimizer) -> dict[tuple[int, str], torch.Tensor]:
-        found = {}
-        for parameter in parameters_of(optimizer):
-            owner, gradient = self._recording.owner_of(parameter), _local(parameter.grad)
-            if owner is not None and gradient is not None:
-                found[owner] = gradient
+    def _gradients_of(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        parameters = parameters_of(optimizer)
+        found = {self._recording.name_of(one): _local(one.grad) for one in parameters if one.grad is not None}
         return {
-            owner: gradient
-            for owner, gradient in found.items()
-            if gradient.layout == torch.strided and gradient.is_floating_point()
+            name: gradient
+            for name, gradient in found.items()
+            if name is not None and gradient.layout == torch.strided and gradient.is_floating_point()
         }
 
-    def _perturb(
-        self, owner: tuple[int, str], gradient: torch.Tensor, unused: Mapping[tuple[int, str], torch.Tensor]
-    ) -> None:
-        error = self._errors.get(f"{owner[0]}:{owner[1]}", 0.0)
+    def _perturb(self, name: str, gradient: torch.Tensor, unused: Mapping[str, torch.Tensor]) -> None:
+        error = self._errors.get(name, 0.0)
         norm = float(gradient.double().norm())
         if error > 0 and 0 < norm < math.inf:
             change = self._signs.like(gradient) * (error * norm / math.sqrt(gradient.numel()))
-            rows = unused.get(_module_of(owner))
+            rows = unused.get(_module_of(name))
             if gradient.dim() > 1:
                 change[gradient == 0] = 0.0
             elif rows is not None and gradient.dim() and len(rows) == len(gradient):
@@ -99,19 +94,19 @@ def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)  # of a DTensor
 
 
-def _module_of(owner: tuple[int, str]) -> tuple[int, str]:
-    return owner[0], owner[1].rpartition(".")[0]
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0] or name.partition(":")[0]
 
 
-def _unused_rows(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
+def _unused_rows(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return, for each module, which rows of its weight got no gradient, such as those of a ReLU that is always off.
 
     Their gradients are zero without rounding, and an optimizer that normalizes them would make a whole step of any change. An
     element of a bias that is zero alone may be a sum that cancels, which rounding does change (a bias before batch normalization).
     """
     return {
-        _module_of(owner): gradient.flatten(1).eq(0).all(dim=1)
-        for owner, gradient in gradients.items()
+        _module_of(name): gradient.flatten(1).eq(0).all(dim=1)
+        for name, gradient in gradients.items()
         if gradient.dim() > 1 and gradient.numel()
     }
 

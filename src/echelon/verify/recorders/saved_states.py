@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.distributed.checks.named_sketches import NamedSketches, sketch_named, together
 from echelon.verify.recorders.losses import parameters_of
 from echelon.verify.recorders.models import RecordedModel
 from echelon.verify.recorders.optimizers import sketch_optimizer_state
-from echelon.verify.recorders.shards import NamedSketches, sketch_named, together
 from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
-from echelon.verify.trace import SavedState
 
 _SAVES = (
     ("echelon.accelerator.checkpoint.checkpoints", "Checkpoints", ("save_state",)),
@@ -76,7 +75,8 @@ class SavedStateRecorder:
             return original(*args, **kwargs)
         sketches, line = self._state(self._first_model(args[0])), line_of_user()
         result = self._within(original, *args, **kwargs)
-        self._add("save", sketches, _path_in(result, *args[1:], *kwargs.values()), line)
+        path = _path_in(result, *args[1:], *kwargs.values())
+        self._add("saved", sketches, path, line, update=self._recording.last_update)
         return result
 
     def _save_plain(self, original: Callable[..., Any], obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class SavedStateRecorder:
             return original(obj, *args, **kwargs)
         sketches, line = self._state(0), line_of_user()
         result = original(obj, *args, **kwargs)
-        self._add("save", sketches, _path_in(f, *kwargs.values()), line)
+        self._add("saved", sketches, _path_in(f, *kwargs.values()), line, update=self._recording.last_update)
         return result
 
     def _holds_weights(self, obj: Any, depth: int) -> bool:
@@ -96,7 +96,7 @@ class SavedStateRecorder:
         if depth == 0:
             return False
         if isinstance(obj, nn.Module):
-            return any(self._recording.owner_of(one) is not None for one in obj.parameters())
+            return any(self._recording.name_of(one) is not None for one in obj.parameters())
         inner = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple)) else ()
         return any(self._holds_weights(one, depth - 1) for one in inner)
 
@@ -132,7 +132,7 @@ class SavedStateRecorder:
     def _before_forward(self, *_: Any) -> None:
         if self._loaded is not None:
             (path, line, first), self._loaded = self._loaded, None
-            self._add("load", self._state(first), path, line, update=self._recording.update - 1)
+            self._add("loaded", self._state(first), path, line, update=self._recording.update - 1)
 
     # ---- the state -----------------------------------------------------------------------------------------------------
 
@@ -160,8 +160,8 @@ class SavedStateRecorder:
         if not isinstance(prepared, (list, tuple)):
             return 0
         parameters = (one for model in prepared if isinstance(model, nn.Module) for one in model.parameters())
-        owners = [found[0] for found in map(self._recording.owner_of, parameters) if found is not None]
-        return min(owners, default=0)
+        names = map(self._recording.name_of, parameters)
+        return min((_model_of(name) for name in names if name is not None), default=0)
 
     def _known_optimizers(self, first: int) -> list[Optimizer]:
         """Return the optimizers of recorded models from ``first`` on.
@@ -172,8 +172,8 @@ class SavedStateRecorder:
         for reference in self._optimizers:
             optimizer = reference()
             parameters = parameters_of(optimizer) if optimizer else []
-            owner = self._recording.owner_of(parameters[0]) if parameters else None
-            if optimizer is not None and owner is not None and owner[0] >= first:
+            name = self._recording.name_of(parameters[0]) if parameters else None
+            if optimizer is not None and name is not None and _model_of(name) >= first:
                 found[id(parameters[0])] = optimizer
         return list(found.values())
 
@@ -190,26 +190,14 @@ class SavedStateRecorder:
         )
 
     def _add(
-        self,
-        action: Literal["save", "load"],
-        sketches: NamedSketches,
-        path: str,
-        line: str,
-        *,
-        update: int | None = None,
+        self, content: Literal["saved", "loaded"], sketches: NamedSketches, path: str, line: str, *, update: int
     ) -> None:
-        if not self._recording.models:
-            return  # nothing was trained yet
-        for part in sketches.parts():
-            self._recording.add(
-                SavedState(
-                    action=action,
-                    update=self._recording.last_update if update is None else update,
-                    path=path,
-                    line=line,
-                    **part,
-                )
-            )
+        if self._recording.models:  # else nothing was trained yet
+            self._recording.add_tensors(content, sketches, update=update, path=path, line=line)
+
+
+def _model_of(name: str) -> int:
+    return int(name.partition(":")[0])
 
 
 def _tensors_of(models: list[RecordedModel]) -> Iterator[tuple[str, torch.Tensor]]:

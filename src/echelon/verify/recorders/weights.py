@@ -10,10 +10,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from echelon.base.sharded import is_dtensor
+from echelon.distributed.checks.named_sketches import shard_layout, sketch_named
 from echelon.verify.recorders.models import RecordedModel, plain_name
-from echelon.verify.recorders.shards import sketch_named
 from echelon.verify.recording import Recording
-from echelon.verify.trace import Buffers, ModelWeights
 
 _NUM_MARKED = 16
 
@@ -77,10 +76,8 @@ class WeightRecorder:
     def _add_weights(self, model: RecordedModel, update: int, *, only_trainable: bool) -> None:
         frozen = [name for name, parameter in model.parameters.items() if not parameter.requires_grad]
         left_out = self._unchanged(model, frozen) if frozen and only_trainable else ()
-        chosen = {name: one for name, one in model.parameters.items() if name not in left_out}
-        sketches = sketch_named(list(chosen), list(chosen.values()))
-        for part in sketches.parts():
-            self._recording.add(ModelWeights(update=update, model=model.index, **part))
+        chosen = {f"{model.index}:{name}": one for name, one in model.parameters.items() if name not in left_out}
+        self._recording.add_tensors("weights", sketch_named(list(chosen), list(chosen.values())), update=update)
 
     def _unchanged(self, model: RecordedModel, frozen: list[str]) -> set[str]:
         """Return the frozen parameters that are not recorded."""
@@ -101,11 +98,14 @@ class WeightRecorder:
             if any(model.name_of(parameter) is not None for parameter in source.parameters()):
                 own = averaged.module.state_dict()
                 tensors += [(f"averaged.{plain_name(name)}", value) for name, value in own.items()]
-        if tensors:
-            named = dict(tensors)
-            for part in sketch_named(list(named), list(named.values())).parts():
-                if not part["is_sharded"]:
-                    self._recording.add(Buffers(update=update, model=model.index, **part))
+        named = {f"{model.index}:{name}": one for name, one in tensors if not _is_sharded(one)}
+        if named:
+            self._recording.add_tensors("buffers", sketch_named(list(named), list(named.values())), update=update)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    layout = shard_layout(tensor)
+    return layout is not None and layout.replica is not None
 
 
 def _mark(parameter: nn.Parameter) -> bytes:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from echelon.accelerator.update.live_check.mismatch import roundoff, smallest
-from echelon.base.sharded import is_dtensor, local_shape_and_offset
+from echelon.base.sharded import is_dtensor
+from echelon.distributed.checks.named_sketches import shard_layout
 from echelon.distributed.checks.sketch import NUM_BUCKETS, LatestSketches, Sketches, sketches_of
 from echelon.distributed.uncompiled import uncompiled
 from echelon.engines.base import Engine
@@ -65,28 +65,21 @@ def watched_parameters(
 
 
 def _watched(name: str, parameter: torch.Tensor, *, is_late: bool) -> WatchedParameter | None:
-    facts: dict[str, Any] = {
-        "name": name,
-        "parameter": parameter,
-        "num_elements": parameter.numel(),
-        "is_late": is_late,
-    }
-    if not is_dtensor(parameter):
-        return WatchedParameter(**facts, is_sharded=False, offset=0, share=1.0, shard=0)
-    shape, offset = local_shape_and_offset(parameter)
-    if tuple(shape[1:]) != tuple(parameter.shape[1:]):
-        return None  # the shard is not contiguous in the whole parameter
-    mesh = parameter.device_mesh
-    coordinates = mesh.get_coordinate()
-    assert coordinates is not None
-    share, shard = 1.0, 0
-    for dim, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            shard = shard * mesh.size(dim) + coordinates[dim]
-        else:
-            share /= mesh.size(dim)
-    row = parameter[0].numel() if parameter.dim() > 1 and parameter.shape[0] else 1
-    return WatchedParameter(**facts, is_sharded=True, offset=offset[0] * row, share=share, shard=shard)
+    layout = shard_layout(parameter)
+    if layout is not None and not layout.is_contiguous:
+        return None
+    place = 0 if layout is None else layout.positions()
+    assert isinstance(place, int)
+    return WatchedParameter(
+        name=name,
+        parameter=parameter,
+        num_elements=parameter.numel(),
+        is_sharded=layout is not None,
+        offset=place,
+        share=1.0 if layout is None else 1 / layout.num_replicas,
+        shard=0 if layout is None else layout.shard,
+        is_late=is_late,
+    )
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
