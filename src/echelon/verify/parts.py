@@ -11,11 +11,10 @@ from echelon.verify.recorders.float64 import Float64
 from echelon.verify.recorders.forwards import Forwards
 from echelon.verify.recorders.gradients import GradientRecorder
 from echelon.verify.recorders.keyed_dropout import KeyedDropout
-from echelon.verify.recorders.losses import Losses, LossScales
+from echelon.verify.recorders.losses import Losses
 from echelon.verify.recorders.merged_batches import MergedBatches
 from echelon.verify.recorders.optimizers import OptimizerRecorder
-from echelon.verify.recorders.perturbation import GradientPerturbation, Perturbation
-from echelon.verify.recorders.rng_states import RngStates
+from echelon.verify.recorders.perturbation import Perturbation
 from echelon.verify.recorders.saved_states import SavedStateRecorder
 from echelon.verify.recorders.sync_batch_norm import SyncBatchNormOnCpu
 from echelon.verify.recorders.weights import WeightRecorder
@@ -30,34 +29,24 @@ def default_parts(*, perturbation: int = 0, gradient_errors: Path | None = None)
         gradient_errors: JSON file with the change of each gradient, as a part of its norm.
     """
     batches = Batches()
-    dropout = KeyedDropout(batches)
     parts: list[Part] = [
         SyncBatchNormOnCpu(),
         MergedBatches(),
         batches,  # samples are recognized before they are cast to float64
         Float64(batches),
-        dropout,
+        KeyedDropout(batches),
         Forwards(batches),
-        RngStates(dropout),
         Losses(),
-        Perturbation(perturbation),
         *parts_of_updates(),
     ]
-    if perturbation and gradient_errors is not None:
-        # After the recorders of updates: the gradients are recorded before they are changed.
-        parts.append(GradientPerturbation(perturbation, json.loads(gradient_errors.read_text(encoding="utf-8"))))
+    if perturbation:
+        errors = {} if gradient_errors is None else json.loads(gradient_errors.read_text(encoding="utf-8"))
+        parts.append(Perturbation(perturbation, errors))
     return parts
 
 
 def parts_of_updates() -> list[Part]:
     """Return those that record what happens between a backward pass and the next forward pass."""
-    scales = LossScales()
-    gradients = GradientRecorder(scales)
-    return [
-        scales,
-        WeightRecorder(),
-        gradients,
-        ClipRecorder(gradients),
-        OptimizerRecorder(scales),
-        SavedStateRecorder(),
-    ]
+    optimizers = OptimizerRecorder()
+    gradients = GradientRecorder(optimizers)
+    return [WeightRecorder(), gradients, ClipRecorder(gradients), optimizers, SavedStateRecorder()]

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -70,6 +71,7 @@ class Recording:
         self._names: dict[int, str] = {}  # by the ids of parameters, which their models keep alive
         self._model_of_root: dict[int, RecordedModel] = {}
         self._other_roots: WeakSet[nn.Module] = WeakSet()
+        self._unimported: list[tuple[str, str, str, Callable[..., Any]]] = []
         self.undo = ExitStack()
         """Undoes what the parts have patched, and runs what else they have left for the end of the recording."""
 
@@ -141,6 +143,22 @@ class Recording:
 
         self.patch(owner, name, wrapped)
 
+    def wrap_when_imported(self, module: str, owner: str, name: str, call: Callable[..., Any]) -> None:
+        """``wrap`` a method of a class of a library as soon as the script has imported the library."""
+        self._unimported.append((module, owner, name, call))
+        self.wrap_imported()
+
+    def wrap_imported(self) -> None:
+        """Wrap the methods of libraries that the script has imported since; each training forward pass does it, too."""
+        for one in list(self._unimported):
+            module, owner, name, call = one
+            # The class is not there yet while the module is being imported.
+            kind: Any = vars(sys.modules[module]).get(owner) if module in sys.modules else None
+            if kind is not None:
+                self._unimported.remove(one)
+                if name in vars(kind):
+                    self.wrap(kind, name, call)
+
     def begin_step(self, optimizer: Optimizer, loss_scale: float) -> None:
         """Tell all parts that ``optimizer`` is about to step."""
         for on_step in self.on_step:
@@ -195,6 +213,7 @@ class Recording:
         if torch.is_grad_enabled():
             self._modes.add(root.training)
         if is_training:
+            self.wrap_imported()
             self._begin_update_if_needed()
         model = self._find_model(root) if is_training else None
         if model is None:

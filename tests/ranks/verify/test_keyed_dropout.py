@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from echelon.verify.parts import default_parts
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.keyed_dropout import KeyedDropout, keyed_mask
-from echelon.verify.recorders.rng_states import RngStates
 from echelon.verify.recording import recording
 from echelon.verify.trace import Note, Rng, read_trace
 from tests.harness import run_on_ranks
@@ -37,9 +36,7 @@ class _Body(nn.Module):
 @contextmanager
 def _recorded(folder: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None]:
     batches = Batches()
-    dropout = KeyedDropout(batches)
-    parts = [batches, dropout, RngStates(dropout)]
-    with recording(folder, parts=parts, rank=rank, world_size=world_size, steps=100):
+    with recording(folder, parts=[batches, KeyedDropout(batches)], rank=rank, world_size=world_size, steps=100):
         yield
 
 

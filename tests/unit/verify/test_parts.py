@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import Accelerator
 from echelon.verify.parts import parts_of_updates
 from echelon.verify.recorders.merged_batches import MergedBatches
-from echelon.verify.recorders.perturbation import GradientPerturbation, Perturbation
+from echelon.verify.recorders.perturbation import Perturbation
 from echelon.verify.recording import recording
 from echelon.verify.trace import SketchedTensors, read_trace
 
@@ -91,7 +91,7 @@ def test_gradients_are_perturbed_after_they_are_recorded_and_in_opposite_directi
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = model.weight.detach().clone()
         folder = tmp_path / str(seed)
-        parts = (*parts_of_updates(), GradientPerturbation(seed, {"0:weight": 0.25}))
+        parts = (*parts_of_updates(), Perturbation(seed, {"0:weight": 0.25}))
         with recording(**_options(folder, *parts, factor=1)):
             for _ in range(2):
                 optimizer.zero_grad()

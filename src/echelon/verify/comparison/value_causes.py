@@ -346,7 +346,7 @@ def buffer_cause(comparison: Comparison, differences: Sequence[RunDifference]) -
             why=f"the ranks have different values of {listed(names)}",
             ranks=sorted({rank for one in unequal for rank in one.ranks}),
         )
-    if all(name.partition(":")[2].startswith("averaged.") for name in names):
+    if all(name.partition(":")[2].startswith(("averaged.", "averaged ")) for name in names):
         return likely_cause("averaged weights", why=f"only averages of the weights differ: {listed(names)}")
     return likely_cause(
         "stale buffers", why=f"outputs and weights are those of the reference run, but not {listed(names)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -25,10 +24,8 @@ from echelon.verify.recorders.user_code import line_of_batch
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Batch
 
-# Loaders that are no subclasses of DataLoader, by module. They are patched when they are found to be imported.
-_OTHER_LOADERS = {
-    "accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher", "MpDeviceLoaderWrapper", "SkipDataLoader")
-}
+# Of accelerate: loaders that are no subclasses of DataLoader.
+_OTHER_LOADERS = ("DataLoaderShard", "DataLoaderDispatcher", "MpDeviceLoaderWrapper", "SkipDataLoader")
 _MAX_HELD = 4096
 """Batches that are kept until a forward pass uses them; skipped batches stay until then."""
 
@@ -72,6 +69,8 @@ class Batches:
         """Patch the loaders."""
         self._recording = recording
         self._thread = threading.get_ident()
+        for name in _OTHER_LOADERS:
+            recording.wrap_when_imported("accelerate.data_loader", name, "__iter__", self._iterate)
         self._patch_loaders()
         recording.wrap(DataLoader, "__init__", self._construct)
         recording.patch(DataLoader, "__init_subclass__", classmethod(self._init_subclass))
@@ -79,16 +78,12 @@ class Batches:
         recording.input_transforms.append(self._before_forward)
 
     def _patch_loaders(self) -> None:
+        self._recording.wrap_imported()
         kinds: list[type] = [DataLoader]
         while kinds:
             kind = kinds.pop()
             self._patch(kind)
             kinds += kind.__subclasses__()
-        for module, names in _OTHER_LOADERS.items():
-            for name in names:
-                other = getattr(sys.modules.get(module), name, None)
-                if other is not None:
-                    self._patch(other)
 
     def _patch(self, kind: type) -> None:
         if "__iter__" in vars(kind) and kind not in self._patched:

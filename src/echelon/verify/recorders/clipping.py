@@ -12,29 +12,34 @@ from typing import Any
 import torch
 
 from echelon.base.sharded import is_dtensor
+from echelon.engines.base import Engine
 from echelon.verify.recorders.gradients import GradientRecorder
 from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
 from echelon.verify.trace import Clip
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+_METHODS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value")
 _CLASSES = (("accelerate.accelerator", "Accelerator"), ("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
 class ClipRecorder:
-    """Wraps the functions, and the methods of libraries as soon as these are imported."""
+    """Wraps the functions, and the methods of libraries and of echelon's engines as soon as these are imported."""
 
     def __init__(self, gradients: GradientRecorder) -> None:
         self._gradients = gradients
-        self._wrapped_methods: set[tuple[type, str]] = set()
+        self._wrapped_engines: set[type] = set()
         self._is_inside = False
         self._recording: Recording
 
     def install(self, recording: Recording) -> None:
         self._recording = recording
         self._wrap_functions()
-        self._wrap_methods()
-        recording.on_model_recorded.append(lambda _: self._wrap_methods())
+        for module, owner in _CLASSES:
+            for name in _METHODS:
+                recording.wrap_when_imported(module, owner, name, self._call)
+        self._wrap_engines()
+        recording.on_model_recorded.append(lambda _: self._wrap_engines())
 
     def _wrap_functions(self) -> None:
         """Replace torch's functions in all modules that have imported them."""
@@ -44,16 +49,13 @@ class ClipRecorder:
                 if getattr(module, "__dict__", {}).get(name) is original:
                     self._recording.wrap(module, name, self._call)
 
-    def _wrap_methods(self) -> None:
-        classes = [getattr(sys.modules.get(module), name, None) for module, name in _CLASSES]
-        engine: Any = getattr(sys.modules.get("echelon.engines.base"), "Engine", None)
-        if engine is not None:
-            classes += _subclasses(engine)
-        for one in filter(None, classes):
-            for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"):
-                if name in vars(one) and (one, name) not in self._wrapped_methods:
-                    self._wrapped_methods.add((one, name))
-                    self._recording.wrap(one, name, self._call)
+    def _wrap_engines(self) -> None:
+        new = [kind for kind in _with_subclasses(Engine) if kind not in self._wrapped_engines]
+        self._wrapped_engines.update(new)
+        for kind in new:
+            for name in _METHODS:
+                if name in vars(kind):
+                    self._recording.wrap(kind, name, self._call)
 
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = _names_of_arguments(original)
@@ -124,8 +126,5 @@ def _reduce(engine: Any, parameters: list[torch.Tensor]) -> None:
                 engine.reduce_gradients(optimizer.optimizer)
 
 
-def _subclasses(one: Any) -> list[type]:
-    found: list[type] = [one]
-    for inner in one.__subclasses__():
-        found += _subclasses(inner)
-    return found
+def _with_subclasses(kind: type) -> list[type]:
+    return [kind, *(one for inner in kind.__subclasses__() for one in _with_subclasses(inner))]

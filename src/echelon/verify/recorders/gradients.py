@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from echelon.distributed.checks.named_sketches import sketch_named
 from echelon.distributed.checks.sketch import LatestSketches
-from echelon.verify.recorders.losses import LossScales, parameters_of
 from echelon.verify.recorders.models import RecordedModel
+from echelon.verify.recorders.optimizers import OptimizerRecorder, parameters_of
 from echelon.verify.recording import Recording
 
 
@@ -24,8 +24,8 @@ class GradientRecorder:
     the gradient of the gathered parameter.
     """
 
-    def __init__(self, scales: LossScales) -> None:
-        self._scales = scales
+    def __init__(self, optimizers: OptimizerRecorder) -> None:
+        self._optimizers = optimizers
         self._recording: Recording
         self._order: dict[str, int] = {}
         self._local: dict[str, torch.Tensor] = {}
@@ -96,14 +96,14 @@ class GradientRecorder:
         for name in local:
             self._reduced.pop(name, None)  # a clipping function in an earlier micro-step does not count
         in_order = sorted(local, key=self._order.__getitem__)
-        self._add("local", {name: local[name] for name in in_order}, self._scales.take())
+        self._add("local", {name: local[name] for name in in_order}, self._optimizers.take_scale())
 
     # ---- in the optimizer ----------------------------------------------------------------------------------------------
 
     def record_reduced(self, parameters: Sequence[torch.Tensor]) -> None:
         """Record the gradients of ``parameters`` that were not recorded since the last backward pass."""
         gradients = self._gradients(parameters, recorded=False)
-        self._reduced |= self._add("reduced", gradients, self._scales.of(parameters))
+        self._reduced |= self._add("reduced", gradients, self._optimizers.scale_of(parameters))
 
     def _before_step(self, optimizer: Optimizer, loss_scale: float) -> None:
         parameters = parameters_of(optimizer)

@@ -1,4 +1,7 @@
-"""Draws dropout masks from the content of each sample, so that a sample has the same mask on every layout."""
+"""Draws dropout masks from the content of each sample, so that a sample has the same mask on every layout.
+
+Records the states of the random number generators from which the script itself would draw them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+import xxhash
 from torch import nn
 from torch.nn import functional as F
 
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.sample_rows import SampleRows
 from echelon.verify.recording import Recording
+from echelon.verify.trace import Rng
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as signed 64-bit integers
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
@@ -33,13 +38,17 @@ class KeyedDropout:
     A mask depends on the update, on the number of earlier masks in this forward pass, on the sample, and on the element's position in the
     sample. In a checkpointed block, the second pass draws the masks of the first.
 
+    One number is drawn from torch's generator in each update that has masks, so that its recorded states are equal again only if the
+    script has set it back; on each layout it is one number, however many samples a rank has.
+
     Args:
         batches: which samples the forward pass uses.
     """
 
     def __init__(self, batches: Batches) -> None:
-        self.num_masks = 0
-        """Number of masks drawn so far."""
+        self._num_masks = 0  # drawn in this forward pass
+        self._state = 0  # of the generators when it began
+        self._advanced_in: int | None = None
         self._batches = batches
         self._recording: Recording
         self._call = 0
@@ -66,9 +75,22 @@ class KeyedDropout:
     def _begin(self, model: int, root: nn.Module, args: Any, kwargs: Any) -> None:
         self._call, self._is_active, self._rows = 0, True, None
         self._key = _mixed_number(self._recording.update)
+        self._num_masks, self._state = 0, _state_of_generators()
 
     def _end(self, model: int, root: nn.Module, output: Any) -> None:
         self._is_active = False
+        recording, update = self._recording, self._recording.update
+        has_drawn = _state_of_generators() != self._state
+        if has_drawn:
+            recording.note(
+                f"{type(root).__name__} draws random numbers in training other than those of dropout; they depend on the layout"
+            )
+        draws_masks = has_drawn or self._num_masks > 0
+        if draws_masks and self._advanced_in != update:
+            self._advanced_in = update
+            if not has_drawn:
+                torch.empty((), dtype=torch.int64).random_()
+        recording.add(Rng(update=update, micro_step=recording.micro_step, torch=self._state, draws_masks=draws_masks))
 
     def _keyed(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
         is_in_place, is_feature, is_alpha = name.endswith("_"), name.startswith("feature"), "alpha" in name
@@ -157,9 +179,22 @@ class KeyedDropout:
                 f"a dropout mask of shape {list(shape)} has no dimension of samples, so it depends on the layout"
             )
             return None
-        self.num_masks += 1
+        self._num_masks += 1
         keys = torch.as_tensor(rows.keys.view("int64"), device=device)
         return keyed_mask(keys, shape, layout=layout, key=_mixed_number(self._key + self._call), p=p)
+
+
+def _state_of_generators() -> int:
+    """Return a hash of the states of torch's generators on the CPU and on the current accelerator."""
+    state = _hash(torch.get_rng_state().numpy().data)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and accelerator.type != "cpu":
+        state ^= _hash(torch.get_device_module(accelerator).get_rng_state().cpu().numpy().data, seed=1)
+    return state
+
+
+def _hash(data: Any, *, seed: int = 0) -> int:
+    return xxhash.xxh3_64_intdigest(data, seed) >> 16
 
 
 def keyed_mask(keys: torch.Tensor, shape: torch.Size, *, layout: tuple[int, int], key: int, p: float) -> torch.Tensor:

@@ -6,7 +6,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from types import FrameType, ModuleType
 from typing import Any
@@ -42,7 +41,6 @@ class MergedBatches:
     def __init__(self) -> None:
         self._factor = 1
         self._own_lengths: WeakKeyDictionary[DataLoader[Any], Callable[[], int]] = WeakKeyDictionary()
-        self._schedulers: set[type] = set()
 
     def install(self, recording: Recording) -> None:
         """Patch the constructor and the length of DataLoader."""
@@ -50,7 +48,8 @@ class MergedBatches:
         if self._factor > 1:
             recording.wrap(DataLoader, "__init__", self._construct)
             recording.wrap(DataLoader, "__len__", self._length)
-            recording.on_training_forward.append(partial(self._follow_schedulers, recording))
+            for module in _SCHEDULERS:
+                recording.wrap_when_imported(module, "AcceleratedScheduler", "step", self._step)
 
     def _construct(self, construct: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
         if not _is_rebuilt():
@@ -75,14 +74,6 @@ class MergedBatches:
         if own is not None and is_users and (_has_accelerator() or _uses_accelerator(caller)):
             return own()
         return length(loader)
-
-    def _follow_schedulers(self, recording: Recording, *_: Any) -> None:
-        """Patch prepared schedulers when a training forward pass begins: by then the script has imported the class."""
-        for name in _SCHEDULERS:
-            kind: Any = getattr(sys.modules.get(name), "AcceleratedScheduler", None)
-            if kind is not None and kind not in self._schedulers:
-                self._schedulers.add(kind)
-                recording.wrap(kind, "step", self._step)
 
     def _step(self, step: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """Step once for each merged batch.

@@ -1,8 +1,8 @@
-"""Records optimizer steps, and the optimizers' state after each update."""
+"""Records optimizer steps, and the optimizers' state after each update; follows loss scalers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 from zlib import crc32
@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer, optimizer as torch_optimizer
 
 from echelon.distributed.checks.named_sketches import NamedSketches, as_shards, sketch_named
-from echelon.verify.recorders.losses import LossScales, parameters_of
 from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
 from echelon.verify.trace import OptimizerStep
@@ -26,13 +25,18 @@ _ALL_AT_FIRST = 2
 
 
 class OptimizerRecorder:
-    """Follows every ``torch.optim.Optimizer`` of the process. An optimizer inside another one is part of it."""
+    """Follows every ``torch.optim.Optimizer`` of the process. An optimizer inside another one is part of it.
 
-    def __init__(self, scales: LossScales) -> None:
-        self._scales = scales
+    It also knows by which factor ``torch.amp.GradScaler`` has multiplied gradients, so that they are recorded without it.
+    """
+
+    def __init__(self) -> None:
         self._recording: Recording
-        self._numbers: dict[int, int] = {}
+        self._scale = 1.0
+        self._scale_of_backward = 1.0
+        self._unscaled: set[int] = set()  # ids of parameters
         self._optimizers: list[Optimizer] = []
+        """In the order of their first steps."""
         self._outermost: Optimizer | None = None
         self._is_in_scaler = False
         self._has_stepped = False
@@ -41,7 +45,10 @@ class OptimizerRecorder:
 
     def install(self, recording: Recording) -> None:
         self._recording = recording
-        self._scales.on_step = self._step_by_scaler
+        recording.wrap(torch.amp.GradScaler, "scale", self._scale_loss)
+        recording.wrap(torch.amp.GradScaler, "unscale_", self._unscale)
+        recording.wrap(torch.amp.GradScaler, "step", self._step_by_scaler)
+        recording.wrap(torch.amp.GradScaler, "update", self._update_scale)
         before = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
         recording.undo.callback(before.remove)
         recording.undo.callback(torch_optimizer.register_optimizer_step_post_hook(self._after_step).remove)
@@ -54,13 +61,6 @@ class OptimizerRecorder:
 
         recording.on_training_forward.append(begin_forward)
         recording.on_update_closed.append(self._record_states)
-
-    def number_of(self, optimizer: Optimizer) -> int:
-        """Return the number of an optimizer; they are numbered in the order of their first steps."""
-        if id(optimizer) not in self._numbers:
-            self._numbers[id(optimizer)] = len(self._optimizers)
-            self._optimizers.append(optimizer)
-        return self._numbers[id(optimizer)]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._outermost is not None:
@@ -81,21 +81,54 @@ class OptimizerRecorder:
 
     def _record_step(self, optimizer: Optimizer) -> None:
         if not self._is_in_scaler:
-            self._recording.begin_step(optimizer, self._scales.of(parameters_of(optimizer)))
+            self._recording.begin_step(optimizer, self.scale_of(parameters_of(optimizer)))
         found: Any = getattr(optimizer, "found_inf", None)  # a fused optimizer skips in its kernel
         self._add_step(optimizer, is_skipped=found is not None and bool(found))
 
-    def _step_by_scaler(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
-        self._recording.begin_step(optimizer, self._scales.of(parameters_of(optimizer)))
+    # ---- loss scalers --------------------------------------------------------------------------------------------------
+
+    def take_scale(self) -> float:
+        """Return the scale of the loss of the backward pass that has just ended."""
+        scale, self._scale_of_backward = self._scale_of_backward, 1.0
+        return scale
+
+    def scale_of(self, parameters: Sequence[torch.Tensor]) -> float:
+        """Return the factor that the gradients of ``parameters`` still have."""
+        return 1.0 if any(id(one) in self._unscaled for one in parameters) else self._scale
+
+    def _scale_loss(self, scale: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        scaled = scale(scaler, outputs)
+        if scaler.is_enabled():
+            self._scale = self._scale_of_backward = float(scaler.get_scale())
+        return scaled
+
+    def _unscale(self, unscale: Callable[..., None], scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        unscale(scaler, optimizer)
+        if scaler.is_enabled():
+            self._unscaled.update(map(id, parameters_of(optimizer)))
+
+    def _update_scale(self, update: Callable[..., None], scaler: torch.amp.GradScaler, new_scale: Any = None) -> None:
+        update(scaler, new_scale)
+        self._scale = 1.0
+        self._unscaled.clear()
+
+    def _step_by_scaler(
+        self, step: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not scaler.is_enabled():
+            return step(scaler, optimizer, *args, **kwargs)
+        self._recording.begin_step(optimizer, self.scale_of(parameters_of(optimizer)))
         self._is_in_scaler, self._has_stepped = True, False
         try:
-            result = step()
+            result = step(scaler, optimizer, *args, **kwargs)
         finally:
             self._is_in_scaler = False
         if not self._has_stepped:
             self._add_step(optimizer, is_skipped=True)
             self._recording.complete_update()
         return result
+
+    # ---- events --------------------------------------------------------------------------------------------------------
 
     def _add_step(self, optimizer: Optimizer, *, is_skipped: bool) -> None:
         groups = optimizer.param_groups
@@ -105,7 +138,9 @@ class OptimizerRecorder:
             for name in map(self._recording.name_of, group["params"])
             if name is not None
         }
-        number = self.number_of(optimizer)
+        if all(one is not optimizer for one in self._optimizers):
+            self._optimizers.append(optimizer)
+        number = next(number for number, one in enumerate(self._optimizers) if one is optimizer)
         self._stepped.add(number)
         self._recording.add(
             OptimizerStep(
@@ -129,6 +164,11 @@ class OptimizerRecorder:
             )
             self._recording.add_tensors("optimizer_state", sketches, update=update)
         self._stepped.clear()
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def sketch_optimizer_state(recording: Recording, optimizer: Optimizer, *, update: int | None = None) -> NamedSketches:

@@ -13,53 +13,41 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.verify.recorders.losses import parameters_of
+from echelon.verify.recorders.optimizers import parameters_of
 from echelon.verify.recording import Recording
 
 
 class Perturbation:
     """Multiplies each weight by ``1 + eps`` or ``1 - eps`` of its dtype, at random, before the first forward pass.
 
-    Args:
-        seed: of the random signs, which are opposite for an odd seed and the next even one; 0: no weight is changed.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def install(self, recording: Recording) -> None:
-        """Register the callback."""
-        if self._seed:
-            recording.on_model.append(self._perturb)
-
-    def _perturb(self, root: nn.Module) -> None:
-        signs = _Signs(self._seed)
-        with torch.no_grad():
-            for parameter in root.parameters():
-                weights = _local(parameter)
-                if weights.is_floating_point():
-                    weights.mul_(1 + torch.finfo(weights.dtype).eps * signs.like(weights))
-
-
-class GradientPerturbation:
-    """Changes each element of each gradient before an optimizer step by as much as rounding may change it.
-
-    It shows what the optimizer makes of rounding errors: where a gradient is close to zero, a step of Adam has the sign of the error.
+    Each element of each gradient whose error is known changes by as much as rounding may change it, before an optimizer step. It shows what
+    the optimizer makes of rounding errors: where a gradient is close to zero, a step of Adam has the sign of the error.
 
     Args:
         seed: of the random signs; the runs of an odd seed and the next even one are changed in opposite directions.
         errors: what rounding explains of the gradient of each parameter (``"0:weight"``), as a part of its norm.
     """
 
-    def __init__(self, seed: int, errors: Mapping[str, float]) -> None:
+    def __init__(self, seed: int, errors: Mapping[str, float] | None = None) -> None:
+        self._seed = seed
         self._signs = _Signs(seed)
-        self._errors = errors
+        self._errors = errors or {}
         self._recording: Recording
 
     def install(self, recording: Recording) -> None:
-        """Register the callback, which runs after that of the recorder of gradients."""
+        """Register the callbacks: that of gradients runs after the one of their recorder, which is installed before."""
         self._recording = recording
-        recording.on_step.append(self._before_step)
+        recording.on_model.append(self._perturb_weights)
+        if self._errors:
+            recording.on_step.append(self._before_step)
+
+    def _perturb_weights(self, root: nn.Module) -> None:
+        signs = _Signs(self._seed)
+        with torch.no_grad():
+            for parameter in root.parameters():
+                weights = _local(parameter)
+                if weights.is_floating_point():
+                    weights.mul_(1 + torch.finfo(weights.dtype).eps * signs.like(weights))
 
     def _before_step(self, optimizer: Optimizer, _loss_scale: float) -> None:
         with torch.no_grad():

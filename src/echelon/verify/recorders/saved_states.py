@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -13,21 +12,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.distributed.checks.named_sketches import NamedSketches, sketch_named, together
-from echelon.verify.recorders.losses import parameters_of
 from echelon.verify.recorders.models import RecordedModel
-from echelon.verify.recorders.optimizers import sketch_optimizer_state
+from echelon.verify.recorders.optimizers import parameters_of, sketch_optimizer_state
 from echelon.verify.recorders.user_code import line_of_user
 from echelon.verify.recording import Recording
 
 _SAVES = (
-    ("echelon.accelerator.checkpoint.checkpoints", "Checkpoints", ("save_state",)),
-    ("accelerate.accelerator", "Accelerator", ("save_state",)),
-    ("transformers.trainer", "Trainer", ("_save_checkpoint",)),
+    ("echelon.accelerator.checkpoint.checkpoints", "Checkpoints", "save_state"),
+    ("accelerate.accelerator", "Accelerator", "save_state"),
+    ("transformers.trainer", "Trainer", "_save_checkpoint"),
 )
 _LOADS = (
-    ("echelon.accelerator.checkpoint.checkpoints", "Checkpoints", ("load_state", "resume")),
-    ("accelerate.accelerator", "Accelerator", ("load_state",)),
-    ("transformers.trainer", "Trainer", ("_load_optimizer_and_scheduler",)),
+    ("echelon.accelerator.checkpoint.checkpoints", "Checkpoints", "load_state"),
+    ("echelon.accelerator.checkpoint.checkpoints", "Checkpoints", "resume"),
+    ("accelerate.accelerator", "Accelerator", "load_state"),
+    ("transformers.trainer", "Trainer", "_load_optimizer_and_scheduler"),
 )
 _DEPTH = 6  # of dicts and lists that are searched for a model's weights
 
@@ -41,7 +40,6 @@ class SavedStateRecorder:
 
     def __init__(self) -> None:
         self._recording: Recording
-        self._wrapped: set[tuple[type, str]] = set()
         self._is_inside = False
         self._file = ""  # that torch.load has read last
         self._loaded: tuple[str, str, int] | None = None  # path, line, and the first model that it concerns
@@ -49,8 +47,9 @@ class SavedStateRecorder:
 
     def install(self, recording: Recording) -> None:
         self._recording = recording
-        self._wrap_methods()
-        recording.on_model_recorded.append(lambda _: self._wrap_methods())
+        for methods, call in ((_SAVES, self._save), (_LOADS, self._load)):
+            for module, owner, name in methods:
+                recording.wrap_when_imported(module, owner, name, call)
         recording.on_training_forward.append(self._before_forward)
         recording.on_step.append(lambda optimizer, _: self._add_optimizer(optimizer))
         recording.wrap(Optimizer, "__init__", self._note_optimizer)
@@ -58,15 +57,6 @@ class SavedStateRecorder:
         recording.wrap(torch, "load", self._note_file)
         recording.wrap(nn.Module, "load_state_dict", self._load_plain)
         recording.wrap(Optimizer, "load_state_dict", self._load_plain)
-
-    def _wrap_methods(self) -> None:
-        for methods, call in ((_SAVES, self._save), (_LOADS, self._load)):
-            for module, name, attributes in methods:
-                kind: Any = getattr(sys.modules.get(module), name, None)
-                for attribute in attributes if kind is not None else ():
-                    if attribute in vars(kind) and (kind, attribute) not in self._wrapped:
-                        self._wrapped.add((kind, attribute))
-                        self._recording.wrap(kind, attribute, call)
 
     # ---- what is saved -------------------------------------------------------------------------------------------------
 

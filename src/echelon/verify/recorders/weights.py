@@ -27,8 +27,7 @@ class WeightRecorder:
     def __init__(self) -> None:
         self._recording: Recording
         self._seen: set[int] = set()
-        self._averaged: list[tuple[AveragedModel, nn.Module]] = []
-        self._copies: list[tuple[nn.Module, RecordedModel]] = []
+        self._averages: list[tuple[nn.Module, RecordedModel]] = []
         self._frozen: dict[
             int, dict[str, bytes]
         ] = {}  # by model: a few values of each parameter before the first update
@@ -40,25 +39,25 @@ class WeightRecorder:
         recording.on_other_forward.append(self._note_copy)
         recording.wrap(AveragedModel, "update_parameters", self._update_average)
 
-    def _update_average(self, update: Callable[..., Any], averaged: AveragedModel, model: nn.Module) -> Any:
-        result = update(averaged, model)
-        if all(one is not averaged for one, _ in self._averaged):
-            self._averaged.append((averaged, model))
+    def _update_average(self, update: Callable[..., Any], averaged: AveragedModel, source: nn.Module) -> Any:
+        result = update(averaged, source)
+        for model in self._recording.models:
+            if any(model.name_of(one) is not None for one in source.parameters()):
+                self._add_average(averaged.module, model)
         return result
 
     def _note_copy(self, root: nn.Module) -> None:
         """Remember a module that is not trained and has the parameters of a model: an average that the script computes by hand."""
-        known = [one for one, _ in self._copies] + [averaged.module for averaged, _ in self._averaged]
-        if any(one is root for one in known):
-            return
-        if not any(True for _ in root.parameters()):
-            return
         shapes = {plain_name(name): one.shape for name, one in root.named_parameters()}
-        for model in self._recording.models:
+        for model in self._recording.models if shapes else ():
             own = {name: one.shape for name, one in model.parameters.items()}
             if shapes == own and all(model.name_of(one) is None for one in root.parameters()):
-                self._copies.append((root, model))
+                self._add_average(root, model)
                 return
+
+    def _add_average(self, root: nn.Module, model: RecordedModel) -> None:
+        if all(one is not root for one, _ in self._averages):
+            self._averages.append((root, model))
 
     def _record_first(self, model: RecordedModel) -> None:
         if model.index in self._seen:
@@ -90,14 +89,10 @@ class WeightRecorder:
 
     def _add_buffers(self, model: RecordedModel, update: int) -> None:
         tensors = list(model.buffers().items())
-        copies = [root for root, source in self._copies if source is model]
-        for number, root in enumerate(copies):
+        averages = [root for root, source in self._averages if source is model]
+        for number, root in enumerate(averages):
             prefix = "averaged" if number == 0 else f"averaged {number + 1}"
             tensors += [(f"{prefix}.{plain_name(name)}", value) for name, value in root.state_dict().items()]
-        for averaged, source in self._averaged:
-            if any(model.name_of(parameter) is not None for parameter in source.parameters()):
-                own = averaged.module.state_dict()
-                tensors += [(f"averaged.{plain_name(name)}", value) for name, value in own.items()]
         named = {f"{model.index}:{name}": one for name, one in tensors if not _is_sharded(one)}
         if named:
             self._recording.add_tensors("buffers", sketch_named(list(named), list(named.values())), update=update)
