@@ -127,6 +127,12 @@ def check_cases(cases: Sequence[Case]) -> Report:
     return report
 
 
+def require_plain(cases: Sequence[Case]) -> None:
+    """Fail unless every case is its plain loop; none of them may be refused."""
+    report = check_cases(cases)
+    assert report.counts == {"equal": len(cases)}, str(report)
+
+
 def _has_folder(case: Case) -> bool:
     return case.program.saves is not None or case.program.returns != "no" or case.layout.level == 3
 

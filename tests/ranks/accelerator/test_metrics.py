@@ -186,3 +186,21 @@ def _none_on_one_rank() -> Any:
 
 def test_a_rank_without_results_takes_part() -> None:
     assert run_on_ranks(_none_on_one_rank) == [(["a"], [["a"], ["a"], [], []])] * 2
+
+
+class Squares:
+    """Has no length."""
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def _metrics_of_a_sampler(data: Any) -> list[int]:
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, sampler=range(5)))
+    return [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
+
+
+def test_metrics_count_the_samplers_samples_not_the_datasets() -> None:
+    assert run_on_ranks(_metrics_of_a_sampler, Squares()) == [[0, 1, 4, 9, 16]] * 2
+    assert run_on_ranks(_metrics_of_a_sampler, list(range(8))) == [[0, 1, 2, 3, 4]] * 2

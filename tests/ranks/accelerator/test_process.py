@@ -55,6 +55,19 @@ def test_each_function_runs_on_the_intended_ranks(kind: str) -> None:
     assert second == [(2, 1, 1), (False, False, True), None, None, "ran", "ran", "ran", "ran"]
 
 
+def _every_part(kind: str) -> list[str]:
+    state: Any = Accelerator() if kind == "Accelerator" else PartialState()
+    ran: list[str] = []
+    state.on_process(lambda: ran.append("rank 3"), process_index=3)()
+    state.on_local_process(lambda: ran.append("local rank 3"), local_process_index=3)()
+    return ran
+
+
+@pytest.mark.parametrize("kind", ["Accelerator", "PartialState"])
+def test_a_single_process_gets_every_part(kind: str) -> None:
+    assert run_on_ranks(_every_part, kind, world_size=1) == [["rank 3", "local rank 3"]]
+
+
 def _in_turn(kind: str, folder: str) -> list[Any]:
     state: Any = Accelerator() if kind == "Accelerator" else PartialState()
     found = []

@@ -9,6 +9,8 @@ import logging
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from echelon import Accelerator
 from tests.harness import run_on_ranks
@@ -94,3 +96,29 @@ def test_rank_zero_reports_once_per_class_how_often_a_scheduler_steps() -> None:
     assert run_on_ranks(_notes, False, False, world_size=2) == [[], []]  # the user's choice
     assert run_on_ranks(_notes, True, True, world_size=2) == [[], []]  # the global batch is the loader's
     assert _notes(True, False) == []  # one process
+
+
+def _rates() -> list[float]:
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4)
+    optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, DataLoader(range(9)))  # type: ignore[arg-type]
+    rates = []
+    for _ in loader:
+        with accelerator.accumulate():
+            optimizer.step()
+            scheduler.step()
+            if accelerator.sync_gradients:
+                rates.append(scheduler.get_last_lr()[0])
+    return rates
+
+
+def test_one_cycle_counts_updates_not_micro_steps() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4)
+    expected = []
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+        expected.append(scheduler.get_last_lr()[0])
+    assert run_on_ranks(_rates, world_size=1) == [expected]

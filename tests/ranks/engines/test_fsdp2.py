@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin
 from echelon.base.errors import UsageError
-from echelon.base.warnings import EchelonWarning
 from echelon.engines.fsdp.fsdp2 import FSDP2Engine
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.world.world import World
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.prepared_loop import share_of, train_prepared
-from tests.reference import PlainTraining, mean_square, tanh_net, train_plainly, train_updates
+from tests.reference import PlainTraining, mean_square, tanh_net, train_updates
 
 
 class _Block(nn.Module):
@@ -168,67 +165,6 @@ def _no_values() -> None:
 def test_a_model_without_values_on_any_rank_is_rejected() -> None:
     for text in errors_on_ranks(UsageError, _no_values, world_size=2, num_errors=2):
         assert "was prepared on the meta device, and 14 of its tensors have no values yet" in text
-
-
-def _exact(folder: Path) -> Any:
-    accelerator = _accelerator("stage 3", parity="exact", seed=4, max_micro_batch_size=2)
-    model: Any = _net()
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        torch.utils.data.DataLoader(_ids()[0, 0, :11], batch_size=5, shuffle=True),  # type: ignore[arg-type]
-    )
-    warnings.filterwarnings("ignore", "a loop ended in the middle of an update")
-    for _ in range(2):
-        for stop in (True, False):  # an unfinished update that is repeated
-            for ids in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(_loss(model, ids))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if stop:
-                    break
-    return accelerator.get_state_dict(model)
-
-
-def test_exact_parity_holds_with_shards(tmp_path: Path) -> None:
-    model, samples = _net(), _ids()[0, 0]
-    plain = train_plainly(
-        model,
-        lambda batch: _loss(model, samples[batch]),
-        num_samples=11,
-        batch_size=5,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        epochs=2,
-        seed=4,
-    )
-    found, *_ = run_on_ranks(_exact, tmp_path, world_size=2)  # updates of 5, 5 and 1: one rank without any
-    torch.testing.assert_close(found, plain.state, rtol=1e-12, atol=1e-13)
-
-
-def _save(folder: Path, kind: str | None, load: bool) -> Any:
-    accelerator = Accelerator() if kind is None else _accelerator(kind)
-    model: Any = _net(seed=3 if load else 0)
-    model, optimizer = accelerator.prepare(model, _optimizer("adamw", model))
-    if load:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* contains RNG states for . process", category=EchelonWarning)
-            accelerator.load_state(folder)
-    batches = map(share_of, _ids()[2 if load else 0 : None if load else 2, 0])
-    train_prepared(accelerator, model, optimizer, batches, loss_of=partial(_loss, model))
-    if not load:
-        accelerator.save_state(folder)
-    state = accelerator.get_state_dict(model)
-    return None if state is None else copy.deepcopy(state)
-
-
-@pytest.mark.parametrize(("one", "other"), [("stage 3", "stage 2"), ("stage 3", None), (None, "stage 3")])
-def test_its_state_resumes_on_another_layout(tmp_path: Path, one: str | None, other: str | None) -> None:
-    model = _net()
-    plain = train_updates(model, partial(_loss, model), _ids()[:, :1], _optimizer("adamw", model))
-    run_on_ranks(_save, tmp_path / "state", one, False, world_size=2)
-    found, *_ = run_on_ranks(_save, tmp_path / "state", other, True, world_size=3 if other else 2)
-    torch.testing.assert_close(found, plain.state, rtol=1e-9, atol=1e-12)
 
 
 def _on_a_backend_that_adds_for_mean(can_sum: bool) -> float:
