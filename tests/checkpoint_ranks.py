@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from echelon.checkpoint.save import Content, Gather, save
+from echelon.checkpoint.plan import Gather
+from echelon.checkpoint.save import Content, save
 from echelon.world.world import World
 
 _WATCHED: list[Callable[[str, tuple[Any, ...]], None]] = []

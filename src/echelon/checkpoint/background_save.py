@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import json
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from echelon.base.errors import CheckpointError
-from echelon.checkpoint.save import Gather, Save
+from echelon.checkpoint.plan import Gather
+from echelon.checkpoint.save import PendingCheckpoint
 from echelon.distributed.stores import store_of
 
 EXIT_CODE = 74
@@ -58,34 +59,30 @@ class BackgroundSaver:
         """Whether ``wait`` would return immediately and without an error."""
         return self._thread is None and self._error is None
 
-    def start(self, save: Save, *, afterwards: Callable[[Path], None] | None = None) -> None:
-        """Wait for the previous save, copy the tensors of ``save``, and write them in a thread.
+    def start(self, pending: PendingCheckpoint) -> None:
+        """Wait for the previous save, copy the tensors of ``pending``, and write them in a thread.
 
         Args:
-            save: result of ``begin_save``. It is discarded if the previous save failed.
-            afterwards: called in the thread after the commit, for example to delete old checkpoints. It must not use
-                collectives.
+            pending: has begun. It is discarded if the previous save failed.
 
         Collective: call on every rank.
 
         Raises:
             CheckpointError: the previous checkpoint could not be written.
         """
-        with save.pending.discarded_on_error():
+        with pending.files.discarded_on_error():
             self.wait()
-        save.tensors = self._copied(save.tensors)
-        gather = store_gather(save.pending.token)
+        pending.tensors = self._copied(pending.tensors)
+        pending.gather = store_gather(pending.files.token)
 
         def work() -> None:
             try:
-                target = save.finish(gather)
-                if afterwards is not None:
-                    afterwards(target)
+                pending.finish()
             except Exception as error:  # noqa: BLE001 - raised by the next wait()
                 self._error = error
 
         # Not a daemon: Python joins it at exit, so that the checkpoint is finished.
-        self._thread = threading.Thread(target=work, name=f"checkpoint {save.pending.target.name}")
+        self._thread = threading.Thread(target=work, name=f"checkpoint {pending.target.name}")
         self._thread.start()
 
     def _copied(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -141,9 +138,9 @@ def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> G
     rank, world_size = dist.get_rank(), dist.get_world_size()
     turn = 0
 
-    def wait_until(is_there: Callable[[], bool], what: str) -> None:
+    def wait_for(key: str, what: str) -> None:
         deadline = time.monotonic() + timeout.total_seconds()
-        while not is_there():  # store.wait() would block other threads from using the store
+        while not store.check([key]):  # store.wait() would block other threads from using the store
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{what} within {timeout.total_seconds():g} s",
@@ -152,21 +149,25 @@ def store_gather(token: str, *, timeout: timedelta = timedelta(minutes=30)) -> G
             time.sleep(_POLL_S)
 
     def gather(payload: bytes) -> list[bytes]:
+        # Rank zero reads the others' payloads and writes all of them, so that the number of requests does not grow with the
+        # square of the number of ranks.
         nonlocal turn
         turn += 1
-        here = turn
-        store.set(f"{here}/{rank}", payload.decode("ascii"))
-        found = []
-        for other in range(world_size):
-            key = f"{here}/{other}"
-            wait_until(lambda key=key: store.check([key]), f"rank {other} did not finish writing in time")  # type: ignore[misc]
-            found.append(bytes(store.get(key)))
-        # Rank zero hosts the store and must not exit before all ranks have read. After that the keys are not needed.
-        if store.add(f"{here}/read", 1) == world_size:
-            store.set(f"{here}/all", "1")
+        own, everyone, read, over = f"{turn}/{rank}", f"{turn}/everyone", f"{turn}/read", f"{turn}/over"
+        store.set(own, payload.decode("ascii"))
         if rank == 0:
-            wait_until(lambda: store.check([f"{here}/all"]), "some ranks did not read the other ranks' results in time")
-            for key in (*(f"{here}/{other}" for other in range(world_size)), f"{here}/read", f"{here}/all"):
+            keys = [f"{turn}/{other}" for other in range(world_size)]
+            for other, key in enumerate(keys):
+                wait_for(key, f"rank {other} did not finish writing in time")
+            store.set(everyone, json.dumps([store.get(key).decode("ascii") for key in keys]))
+        wait_for(everyone, "rank 0 did not finish writing in time")
+        found = [text.encode("ascii") for text in json.loads(store.get(everyone))]
+        # Rank zero hosts the store and must not exit before all ranks have read. After that the keys are not needed.
+        if store.add(read, 1) == world_size:
+            store.set(over, "1")
+        if rank == 0:
+            wait_for(over, "some ranks did not read the other ranks' results in time")
+            for key in (*keys, everyone, read, over):
                 store.delete_key(key)
         return found
 

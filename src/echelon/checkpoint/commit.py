@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +19,9 @@ from pathlib import Path
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
-from echelon.checkpoint.manifest import MANIFEST, is_part as is_part_of_own, read_manifest
+from echelon.checkpoint.manifest import MANIFEST, is_inside, is_part as is_part_of_own, read_manifest
 from echelon.checkpoint.storage import remove_tree
-from echelon.checkpoint.tensor_file import write_file
+from echelon.checkpoint.tensor_file import FileFacts, sync_file, write_file
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
 _NUM_ASIDE_BYTES = len(".tmp-") + 16
@@ -38,9 +38,11 @@ def new_token() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class PendingFolder:
-    """A folder that is first written as ``<name>.tmp-<token>`` and then replaces ``target``.
+    """The files of a save, which nobody takes for a checkpoint before ``commit``: a folder ``<name>.tmp-<token>``.
 
-    Each rank that writes to the folder has one of these objects. The rank that creates the folder owns and commits it.
+    Each rank that writes has one of these objects. The rank that creates the folder owns and commits it. Saves use only the
+    methods of this class, so that checkpoints can be kept in other places than folders: a store of objects would write parts
+    under names with the token, and commit by creating the manifest.
     """
 
     target: Path
@@ -59,25 +61,23 @@ class PendingFolder:
     def __post_init__(self) -> None:
         self.path = self.target.parent / f"{self.target.name}.tmp-{self.token}"
 
-    def make(self, *, may_exist: bool = False) -> None:
-        """Create the folder and become its owner.
+    def make(self, *, creates: bool = True, may_exist: bool = False) -> None:
+        """Check that ``target`` can be replaced; if ``creates``, create the folder and become its owner.
 
         If a crash left an older checkpoint under its ``.old-`` name, that folder is renamed back. Leftovers from killed saves
-        to ``target`` are removed.
+        to ``target`` are removed, unless they were modified recently.
 
         Args:
+            creates: whether this rank creates the folder.
             may_exist: whether to do nothing if another machine has created the folder and it is visible here.
         """
-        if self.fence is not None:
+        if creates and self.fence is not None:
             self.fence()
-        target = self.target
-        require_replaceable(target)
-        make_folders(target.parent)
-        place = place_of(target)
-        if place != target:
-            storage.rename(place, target)
-            storage.sync_folder(target.parent)
-        _remove_abandoned(target)
+        require_replaceable(self.target)
+        if not creates:
+            return
+        make_folders(self.target.parent)
+        clean(self.target.parent, belongs=lambda name: name == self.target.name, abandoned_for=_ABANDONED_AFTER)
         try:
             storage.make_folder(self.path)
         except FileExistsError:
@@ -93,25 +93,73 @@ class PendingFolder:
             time.sleep(0.05)
         return storage.kind(self.path) == "folder"
 
-    def commit(self, *, manifest: bytes | None, is_part: Callable[[str], bool]) -> None:
-        """Replace ``target`` with the folder, whose files are already synced. The result survives a power failure.
+    def write(
+        self, name: str, contents: Iterable[bytes | memoryview], *, progress: Callable[[int], None] = lambda _: None
+    ) -> FileFacts:
+        """Write a new file. Return once it is durable."""
+        return write_file(self.path / name, contents, progress=progress)
 
-        On ranks that do not own the folder, this does nothing.
+    def sync_added(self, inside: str = "", *, is_part: Callable[[str], bool]) -> dict[str, FileFacts]:
+        """Sync the files that other code wrote to the folder, and return their sizes and checksums.
+
+        Args:
+            inside: subfolder, with a slash at its end.
+            is_part: returns whether a file with this name was written by ``write``.
+        """
+        found: dict[str, FileFacts] = {}
+        for name in storage.entries(self.path / inside):
+            path = f"{inside}{name}"
+            kind = storage.kind(self.path / path)
+            if kind == "folder":
+                found |= self.sync_added(f"{path}/", is_part=lambda _: False)
+            elif kind == "file" and not is_part(name):
+                if not is_inside(path):
+                    raise CheckpointError(
+                        f"a hook wrote the file {path!r} to {self.target}; its name is not valid UTF-8 or could refer to a file "
+                        "outside the folder",
+                        where="a save_state hook",
+                        do="use a UTF-8 file name without backslashes",
+                    )
+                found[path] = sync_file(self.path / path)
+        if inside:
+            storage.sync_folder(self.path / inside)
+        return found
+
+    def sync(self) -> None:
+        """Sync all files in the folder, written by any process."""
+        _sync_tree(self.path)
+
+    def free_bytes(self) -> int:
+        """Return the free space, in bytes, for the files."""
+        return storage.free_bytes(self.target.parent)
+
+    def written_bytes(self, names: Iterable[str]) -> int:
+        """Return the size of those of the files that exist."""
+        num_bytes = 0
+        for name in names:
+            with suppress(OSError), storage.opened(self.path / name) as handle:
+                num_bytes += storage.size(handle)
+        return num_bytes
+
+    def commit(self, manifest: Iterable[bytes] | None, *, is_part: Callable[[str], bool]) -> None:
+        """Replace ``target`` with the folder, whose files are already synced. The result survives a power failure.
 
         Args:
             manifest: contents of the manifest file, which marks the folder as a checkpoint; None for a layout without a
                 manifest.
-            is_part: returns whether a file with this name belongs to the checkpoint being replaced. Other files are kept.
+            is_part: returns whether a file with this name belongs to the checkpoint being replaced. Other files are kept, except
+                those that its manifest lists.
         """
-        if not self.is_owner:
-            return
         target, new = self.target, self.path
         self._has_manifest = manifest is not None
         if manifest is not None:
-            write_file(new / MANIFEST, [manifest])
+            self.write(MANIFEST, manifest)
         is_new = storage.kind(target) is None
         if not is_new:
-            _keep_foreign(target, new, is_part)
+            replaced: Collection[str] = ()
+            with suppress(CheckpointError):  # not a checkpoint in this format, or a damaged one
+                replaced = read_manifest(target).files
+            _keep_foreign(target, new, lambda name: is_part(name) or name in replaced)
         storage.sync_folder(new)
         if self.fence is not None:
             self.fence()
@@ -167,8 +215,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     folder.make()
     with folder.discarded_on_error():
         yield folder.path
-        sync_tree(folder.path)
-        folder.commit(manifest=None, is_part=lambda _: True)
+        folder.sync()
+        folder.commit(None, is_part=lambda _: True)
 
 
 def make_folders(folder: Path) -> None:
@@ -185,13 +233,13 @@ def make_folders(folder: Path) -> None:
         storage.sync_folder(made.parent)
 
 
-def sync_tree(folder: Path) -> None:
+def _sync_tree(folder: Path) -> None:
     """Sync the files in ``folder``, written by any process, and the names in its subfolders."""
     for name in storage.entries(folder):
         path = folder / name
         kind = storage.kind(path)
         if kind == "folder":
-            sync_tree(path)
+            _sync_tree(path)
             storage.sync_folder(path)
         elif kind == "file":
             with storage.opened(path) as handle:
@@ -241,15 +289,16 @@ def _is_whole(old: Path) -> bool:
     return MANIFEST in names or not any(map(is_part_of_own, names))
 
 
-def clean(parent: Path, *, belongs: Callable[[str], bool]) -> list[str]:
+def clean(parent: Path, *, belongs: Callable[[str], bool], abandoned_for: timedelta = timedelta(0)) -> list[str]:
     """Remove leftovers from interrupted saves in ``parent`` and return their names. Complete ``.old-`` folders are renamed
     back.
 
-    Only a run that holds the lock may call this function.
+    Only a run that holds the lock may remove leftovers that were modified recently.
 
     Args:
         parent: folder that contains the checkpoints; it need not exist.
         belongs: returns whether a checkpoint with this name belongs to this run.
+        abandoned_for: how long leftovers must have been unmodified.
     """
     parent = storage.real_path(parent)
     if storage.kind(parent) != "folder":
@@ -257,15 +306,22 @@ def clean(parent: Path, *, belongs: Callable[[str], bool]) -> list[str]:
     cleaned = []
     for entry in storage.entries(parent):
         name, kind = _aside(entry)
-        if name is None or not belongs(name) or storage.kind(parent / entry) != "folder":
+        folder = parent / entry
+        if name is None or not belongs(name) or storage.kind(folder) != "folder":
             continue
-        if kind == "old" and place_of(parent / name) == parent / entry:
-            storage.rename(parent / entry, parent / name)
+        if kind == "old" and place_of(parent / name) == folder:
+            storage.rename(folder, parent / name)
             storage.sync_folder(parent)
+        elif not abandoned_for or _last_modified(folder) < time.time() - abandoned_for.total_seconds():
+            retire(folder)
         else:
-            retire(parent / entry)
+            continue
         cleaned.append(entry)
     return cleaned
+
+
+def _last_modified(folder: Path) -> float:
+    return max(storage.modified(path) for path in (folder, *(folder / name for name in storage.entries(folder))))
 
 
 def require_replaceable(target: Path) -> None:
@@ -324,18 +380,6 @@ def _aside(name: str) -> tuple[str, str] | tuple[None, None]:
     """Split the name of a temporary folder into the checkpoint's name and ``tmp`` or ``old``."""
     match = _ASIDE.fullmatch(name)
     return (match[1], match[2]) if match else (None, None)
-
-
-def _remove_abandoned(target: Path) -> None:
-    """Remove leftovers from killed saves to ``target``, unless they were modified recently."""
-    before = time.time() - _ABANDONED_AFTER.total_seconds()
-    for name in storage.entries(target.parent):
-        folder = target.parent / name
-        if _aside(name)[0] != target.name or storage.kind(folder) != "folder":
-            continue
-        written = [storage.modified(path) for path in (folder, *(folder / entry for entry in storage.entries(folder)))]
-        if max(written) < before:
-            retire(folder)
 
 
 def _keep_foreign(source: Path, target: Path, is_part: Callable[[str], bool]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from echelon._version import __version__
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import storage, typed_json
 from echelon.checkpoint.damage import damaged
@@ -52,38 +53,65 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Additional names of tensors, for tied weights."""
 
-    def to_bytes(self) -> bytes:
-        """Return the contents of the manifest file."""
-        body = typed_json.to_bytes(
-            {
-                "format": _FORMAT,
-                "version": VERSION,
-                "token": self.token,
-                "created": self.created,
-                "written_by": self.written_by,
-                "world_size": self.world_size,
-                "progress": typed_json.encode(self.progress, name="progress"),
-                "config": typed_json.encode(self.config, name="config"),
-                "layout": typed_json.encode(self.layout, name="layout"),
-                "files": {
-                    name: {"size": facts.size, "xxh3_128": facts.xxh3_128} for name, facts in sorted(self.files.items())
-                },
-                "tensors": {
-                    name: {
-                        "dtype": layout.dtype,
-                        "shape": layout.shape,
-                        "chunks": [[chunk.rank, chunk.box.offset, chunk.box.lengths] for chunk in layout.chunks],
-                    }
-                    for name, layout in sorted(self.tensors.items())
-                },
-                "aliases": dict(sorted(self.aliases.items())),
-            }
-        )
-        return _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL
-
     def of(self, name: str) -> TensorLayout | None:
         """Return the layout of the tensor ``name``, which may be an alias, or None if the tensor does not exist."""
         return self.tensors.get(self.aliases.get(name, name))
+
+
+def encode_layouts(layouts: Mapping[str, TensorLayout]) -> bytes:
+    """Return ``layouts`` as JSON text."""
+    entries = (
+        {
+            name: {
+                "dtype": layout.dtype,
+                "shape": layout.shape,
+                "chunks": [[chunk.rank, chunk.box.offset, chunk.box.lengths] for chunk in layout.chunks],
+            }
+        }
+        for name, layout in sorted(layouts.items())
+    )
+    return b"{" + b",".join(typed_json.to_bytes(entry)[1:-1] for entry in entries) + b"}"
+
+
+def manifest_blocks(
+    *,
+    token: str,
+    created: str,
+    world_size: int,
+    progress: Any,
+    config: Any,
+    layout: Any,
+    files: Mapping[str, FileFacts],
+    tensors: bytes,
+    aliases: Mapping[str, str],
+) -> list[bytes]:
+    """Return the contents of a manifest file; ``tensors`` is the result of ``encode_layouts``."""
+    head = typed_json.to_bytes(
+        {
+            "format": _FORMAT,
+            "version": VERSION,
+            "token": token,
+            "created": created,
+            "written_by": f"echelon {__version__}",
+            "world_size": world_size,
+            "progress": typed_json.encode(progress, name="progress"),
+            "config": typed_json.encode(config, name="config"),
+            "layout": typed_json.encode(layout, name="layout"),
+            "files": {name: {"size": facts.size, "xxh3_128": facts.xxh3_128} for name, facts in sorted(files.items())},
+        }
+    )
+    body = [
+        head[:-1],
+        b',"tensors":',
+        tensors,
+        b',"aliases":',
+        typed_json.to_bytes(dict(sorted(aliases.items()))),
+        b"}",
+    ]
+    checksum = xxhash.xxh3_128()
+    for block in body:
+        checksum.update(block)
+    return [_HEAD % checksum.hexdigest().encode(), *body, _TAIL]
 
 
 def is_inside(path: str) -> bool:
@@ -105,9 +133,9 @@ def rank_objects_file(rank: int) -> str:
     return f"rank_{rank:05}.json"
 
 
-def chunk_key(name: str, layout: TensorLayout, chunk: Chunk) -> str:
+def chunk_key(name: str, shape: Sequence[int], box: ChunkBounds) -> str:
     """Return a chunk's name in its file: the tensor's name, followed by the offset unless the chunk is the whole tensor."""
-    return name if chunk.box.lengths == layout.shape else f"{name}|{','.join(map(str, chunk.box.offset))}"
+    return name if box.lengths == shape else f"{name}|{','.join(map(str, box.offset))}"
 
 
 def is_part(name: str) -> bool:

@@ -25,8 +25,8 @@ from echelon.checkpoint.manifest import (
     read_manifest,
     tensors_file,
 )
+from echelon.checkpoint.plan import Gather
 from echelon.checkpoint.regions import ChunkBounds, ShardPart, TensorLayout, box_of, overlaps
-from echelon.checkpoint.save import Gather
 from echelon.checkpoint.tensor_file import FileFacts, Stored, checksum_of, require_dtype, stored_form, stored_tensors
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
@@ -172,7 +172,7 @@ class Checkpoint:
         dtype = require_dtype(layout.dtype)
         for chunk, source, target in overlaps(layout, box):
             file = tensors_file(chunk.rank)
-            entry = self._require_entry(file, chunk_key(stored_name, layout, chunk), layout, chunk.box)
+            entry = self._require_entry(file, chunk_key(stored_name, layout.shape, chunk.box), layout, chunk.box)
             first, shape = _contiguous(chunk.box.lengths, source)
             buffer = bytearray(math.prod(shape) * dtype.itemsize)
             self._read(self.folder / file, entry.begin + first * dtype.itemsize, memoryview(buffer))
@@ -185,7 +185,7 @@ class Checkpoint:
         """Raise an error if the header of ``file`` does not match the manifest."""
         header = self._header(file)
         expected = {
-            chunk_key(name, layout, chunk): stored_form(layout.dtype, chunk.box.lengths)
+            chunk_key(name, layout.shape, chunk.box): stored_form(layout.dtype, chunk.box.lengths)
             for name, layout in self.manifest.tensors.items()
             for chunk in layout.chunks
             if tensors_file(chunk.rank) == file

@@ -99,40 +99,33 @@ def stored_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]
     return (_NAMES[dtype], tuple(shape)) if dtype in _NAMES else ("U8", (*shape, itemsize(dtype)))
 
 
-def write_tensors(
-    path: Path, tensors: Sequence[tuple[str, torch.Tensor]], *, progress: Callable[[int], None] = lambda _: None
-) -> FileFacts:
-    """Write the named ``tensors`` to a new file. Return once it is on disk.
+def tensor_blocks(name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:
+    """Yield the contents of the file ``name``, which holds the named ``tensors``.
 
-    Tensors on other devices are copied to the host one at a time. ``progress`` is called with the number of bytes written since
-    the last call.
+    Tensors on other devices are copied to the host one at a time.
     """
     # The largest elements come first. Each tensor is then aligned to its element size, as memory-mapping readers require.
     ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
-    if len({"__metadata__", *(name for name, _ in ordered)}) != len(ordered) + 1:
+    if len({"__metadata__", *(key for key, _ in ordered)}) != len(ordered) + 1:
         raise CheckpointError(
-            f"the tensor names for {path.name} are not unique or are reserved",
+            f"the tensor names for {name} are not unique or are reserved",
             do="do not use '|' or '__metadata__' in tensor names",
         )
     header = header_of(
         [
-            (name, *stored_form(str(tensor.dtype).removeprefix("torch."), tensor.shape), tensor.nbytes)
-            for name, tensor in ordered
+            (key, *stored_form(str(tensor.dtype).removeprefix("torch."), tensor.shape), tensor.nbytes)
+            for key, tensor in ordered
         ]
     )
     if len(header) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path.name} would contain {len(ordered)} tensors, which is more than its header can hold",
+            f"{name} would contain {len(ordered)} tensors, which is more than its header can hold",
             do="use more ranks",
         )
-
-    def contents() -> Iterator[bytes | memoryview]:
-        yield header
-        for _, tensor in ordered:
-            on_host = tensor.detach().resolve_conj().resolve_neg().to("cpu")
-            yield bytes_of(on_host).numpy().data
-
-    return write_file(path, contents(), progress=progress)
+    yield header
+    for _, tensor in ordered:
+        on_host = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+        yield bytes_of(on_host).numpy().data
 
 
 def header_of(

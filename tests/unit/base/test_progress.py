@@ -88,7 +88,7 @@ def test_saving_verifying_and_loading_report_all_their_bytes(tmp_path: Path) -> 
     tensors = {"models.0.w": torch.zeros(3 << 20), "models.0.b": torch.zeros(7)}
     folder = begin_save(
         tmp_path / "c", Content(tensors=tensors), world=_WORLD, gather=lambda payload: [payload]
-    ).finish(lambda payload: [payload], show=show)
+    ).finish(show=show)
     checkpoint = Checkpoint(folder)
     assert checkpoint.problems(show=show) == []
     checkpoint.read_into({"models.0.w": torch.zeros(3 << 20)}, show=show)
@@ -101,9 +101,7 @@ def test_saving_verifying_and_loading_report_all_their_bytes(tmp_path: Path) -> 
 
 def test_merging_shows_a_bar(tmp_path: Path) -> None:
     content = Content(tensors={"models.0.w": torch.zeros(1 << 20)}, objects={"models": [{}]})
-    begin_save(tmp_path / "c", content, world=_WORLD, gather=lambda payload: [payload]).finish(
-        lambda payload: [payload]
-    )
+    begin_save(tmp_path / "c", content, world=_WORLD, gather=lambda payload: [payload]).finish()
     with redirect_stderr(_Terminal()) as terminal:
         merge_fsdp_weights(tmp_path / "c", tmp_path / "out")
     assert "verifying c" in terminal.getvalue()

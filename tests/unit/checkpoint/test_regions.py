@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from echelon.base.errors import CheckpointError, DesyncError
-from echelon.checkpoint.regions import Chunk, ChunkBounds, LocalShard, TensorLayout, assign_writers, overlaps, uncovered
+from echelon.checkpoint.plan import Gather, Planner
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.regions import (
+    Chunk,
+    ChunkBounds,
+    LocalShard,
+    ShardPart,
+    TensorLayout,
+    assign_writers,
+    overlaps,
+    uncovered,
+)
+from echelon.checkpoint.save import Content, save
+from tests.checkpoint_ranks import on_threads
 
 SHAPES = {"a": (13, 5), "b": (7,), "c": (2, 3, 4), "d": (1,), "e": (), "f": (0, 4), "g": (16, 2)}
 # (rank, number of ranks, name of the tensor, shape) -> the box that the rank holds, or None
@@ -144,3 +159,58 @@ def test_chunks_that_do_not_form_a_tensor_are_rejected(
     layout = TensorLayout("float32", (4,), tuple(Chunk(0, ChunkBounds(offset, lengths)) for offset, lengths in boxes))
     with pytest.raises(CheckpointError, match=why):
         raise CheckpointError(uncovered(layout) or "nothing wrong")
+
+
+def _shard(rank: int, num_rows: int) -> ShardPart:
+    return ShardPart((2 * num_rows, 2), (num_rows * rank, 0), torch.full((num_rows, 2), float(rank)))
+
+
+def test_a_plan_is_made_again_only_if_some_rank_has_other_tensors(tmp_path: Path) -> None:
+    """Four saves on two ranks: as before, as before, with another tensor on rank 1 alone, and that one again."""
+    sent: list[int] = []
+
+    def run(world: Any, gather: Gather) -> None:
+        def counted(payload: bytes) -> list[bytes]:
+            sent[-1] += world.rank == 0
+            return gather(payload)
+
+        planner = Planner()
+        for number in range(4):
+            tensors: dict[str, Any] = {"w": _shard(world.rank, 3), "b": torch.full((2,), float(number))}
+            if world.rank == 1 and number > 1:
+                tensors["own"] = torch.full((1,), float(number))
+            if world.rank == 0:
+                sent.append(0)
+            content = Content(tensors=tensors)
+            save(tmp_path / str(number), content, world=world, gather=counted, planner=planner)
+
+    on_threads(run, 2)
+    assert [number - sent[1] for number in sent] == [
+        2,
+        0,
+        2,
+        0,
+    ]  # the tensors are described to rank zero, which answers
+    for number in range(4):
+        checkpoint = Checkpoint(tmp_path / str(number))
+        assert checkpoint.problems() == []
+        assert checkpoint.names() == (["b", "own", "w"] if number > 1 else ["b", "w"])
+        assert torch.equal(checkpoint.read("w"), torch.tensor([0.0, 1.0]).repeat_interleave(6).reshape(6, 2))
+        assert all(checkpoint.read(name).unique().tolist() == [number] for name in checkpoint.names() if name != "w")
+
+
+def test_after_a_plan_that_failed_the_next_one_is_made_anew(tmp_path: Path) -> None:
+    def run(world: Any, gather: Gather) -> str:
+        planner = Planner()
+        for number, num_rows in enumerate((2, 2 + world.rank, 2)):
+            content = Content(tensors={"w": _shard(world.rank, num_rows)})
+            try:
+                save(tmp_path / str(number), content, world=world, gather=gather, planner=planner)
+            except DesyncError as error:
+                told = error.what
+        return told
+
+    for told in on_threads(run, 2):
+        assert told == "the tensor w is float32 [4, 2] on rank 0, but float32 [6, 2] on rank 1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+    assert Checkpoint(tmp_path / "2").read("w").tolist() == [[0.0, 0.0]] * 2 + [[1.0, 1.0]] * 2

@@ -209,8 +209,9 @@ def test_each_machine_may_write_a_separate_checkpoint(tmp_path: Path) -> None:
         from echelon.checkpoint.regions import ShardPart
 
         content = Content(tensors={"w": ShardPart((4,), (2 * world.rank,), torch.zeros(2))})
+        folder = tmp_path / f"machine{world.rank}" / "d"
         with pytest.raises(CheckpointError) as caught:
-            save(tmp_path / "d", content, world=place(world), gather=gather, on_each_node=True)
+            save(folder, content, world=place(world), gather=gather, on_each_node=True)
         return str(caught.value)
 
     for text in on_threads(sharded, 2):
@@ -261,8 +262,8 @@ def test_a_background_save_writes_the_values_at_its_start(tmp_path: Path, monkey
     for step in range(3):
         w.fill_(step)
         content = Content(tensors={"w": w}, objects={"step": step})
-        begun = begin_save(tmp_path / f"c_{step}", content, world=WORLD)
-        saver.start(begun, afterwards=rotated.append)  # waits for the one before
+        begun = begin_save(tmp_path / f"c_{step}", content, world=WORLD, on_committed=rotated.append)
+        saver.start(begun)  # waits for the one before
         if step == 0:
             assert saver.is_busy
             address = saver._buffers["w"].data_ptr()

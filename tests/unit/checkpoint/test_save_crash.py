@@ -15,7 +15,7 @@ from echelon.checkpoint.background_save import BackgroundSaver
 from echelon.checkpoint.commit import clean, place_of, retire
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.rotation import numbered, remove_oldest
-from echelon.checkpoint.save import begin_save, save_folder
+from echelon.checkpoint.save import PendingCheckpoint, begin_save
 from tests.checkpoint_ranks import content_of, on_threads, save_on_threads, world_of_threads
 from tests.toy_storage import ToyStorage, WithoutExchange, crash_states, fingerprint
 
@@ -93,12 +93,18 @@ def _write_foreign(storage: ToyStorage, step: int, rank: int, *, is_owner: bool,
 def _save_foreign(storage: ToyStorage, target: Path, step: int) -> None:
     with storage.used():
         on_threads(
-            lambda world, gather: save_folder(
-                target,
-                lambda folder, is_owner: _write_foreign(storage, step, world.rank, is_owner=is_owner, folder=folder),
-                world=world,
-                is_part=lambda name: name.startswith(("random_states", "model", "nested")),
-                gather=gather,
+            lambda world, gather: (
+                PendingCheckpoint(
+                    target=target,
+                    write=lambda folder, is_owner: _write_foreign(
+                        storage, step, world.rank, is_owner=is_owner, folder=folder
+                    ),
+                    world=world,
+                    is_part=lambda name: name.startswith(("random_states", "model", "nested")),
+                    gather=gather,
+                )
+                .begin()
+                .finish()
             ),
             2,
         )
@@ -222,14 +228,16 @@ def _with_files_of_others(muted: Muted = _nothing) -> Scenario:
     """Save, and let a hook write files into the folder, which it does not sync."""
     storage = ToyStorage(muted)
     content = content_of(1, 0)
-    with storage.used():
-        save = begin_save(FOLDER / "a", content, world=world_of_threads(0, 1))
-        storage.make_folder(save.pending.path / "inside")
-        for path in (save.pending.path / "extra", save.pending.path / "inside" / "deep"):
+
+    def write(folder: Path, is_owner: bool) -> None:
+        storage.make_folder(folder / "inside")
+        for path in (folder / "extra", folder / "inside" / "deep"):
             handle = storage.create(path)
             storage.write(handle, b"of a hook")
             storage.close(handle)
-        save.finish()
+
+    with storage.used():
+        begin_save(FOLDER / "a", content, world=world_of_threads(0, 1), write=write).finish()
 
     def found(state: ToyStorage) -> int | None:
         step = _saved(state, FOLDER / "a")

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.progress import progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
 from echelon.checkpoint.background_save import EXIT_CODE, BackgroundSaver, TooManyFailedSavesError
 from echelon.checkpoint.commit import clean, make_folders, place_of
 from echelon.checkpoint.lock import RunLock
+from echelon.checkpoint.plan import Planner
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.rotation import numbered, remove_oldest
-from echelon.checkpoint.save import Content, SaveFailedError, begin_save, run_on_all_ranks, save_folder
+from echelon.checkpoint.save import PendingCheckpoint, SaveFailedError, creates_folder, run_on_all_ranks
 from echelon.distributed.control import raise_on_all_ranks
-from echelon.distributed.small_messages import gather_bytes
 
 PREFIX = "checkpoint_"
 """Name prefix of automatically named checkpoints, followed by a number."""
@@ -33,6 +34,7 @@ class CheckpointStore:
         self._session = session
         self._project = session.project
         self.background = BackgroundSaver()
+        self._planner = Planner()
         self._failures_in_a_row = 0  # the same on every rank
         self._lock: RunLock | None = None
         self._place: Path | None = None  # folder locked by the active ``alone_in`` block
@@ -41,12 +43,6 @@ class CheckpointStore:
     def is_on_each_node(self) -> bool:
         """Whether each machine stores a complete checkpoint. Gathered state exists only on rank zero."""
         return self._project.save_on_each_node and self._session.capabilities.exposes_state
-
-    @property
-    def saves(self) -> bool:
-        """Whether this process creates folders."""
-        world = self._session.world
-        return world.is_rank_zero or (self.is_on_each_node and world.is_local_rank_zero)
 
     @property
     def is_saved(self) -> bool:
@@ -61,12 +57,12 @@ class CheckpointStore:
         """
         if self.background.is_idle:
             return
-        self.count_failures(self.background.wait)
-
-    @property
-    def fence(self) -> Callable[[], None] | None:
-        """Function that raises if another run has taken over the lock; None if this process holds no lock."""
-        return None if self._lock is None else self._lock.require
+        try:
+            self.background.wait()
+        except SaveFailedError as error:
+            self._note_failure(error)
+        else:
+            self._failures_in_a_row = 0
 
     @contextmanager
     def alone_in(self, folder: Path, *, prefix: str) -> Iterator[None]:
@@ -86,7 +82,7 @@ class CheckpointStore:
         lock, place = self._lock, self._place
         try:
             with raise_on_all_ranks(f"locking {folder}"):
-                if self.saves:
+                if creates_folder(self._session.world, on_each_node=self.is_on_each_node):
                     self._lock_folder(folder, folder / ".lock", prefix=prefix)
             self._place = folder
             yield
@@ -102,36 +98,56 @@ class CheckpointStore:
             self._lock.release()
             self._lock = None
 
-    def lock_numbered(self, target: Path, *, is_first: bool, is_foreign: bool) -> None:
-        """Lock the folder of automatically named checkpoints, if they are, and remove leftovers of interrupted saves.
+    def save(self, pending: PendingCheckpoint, *, blocking: bool = True) -> bool:
+        """Write ``pending``; if the disk fails, report this and return False (see ``max_failed_saves``).
+
+        If checkpoints are named automatically, their folder is locked, and those beyond ``total_limit`` are deleted.
 
         Args:
-            target: the next checkpoint.
-            is_first: whether this process creates the folder.
-            is_foreign: whether the checkpoint uses Accelerate's layout.
+            pending: has not begun.
+            blocking: False: return once the state is copied, and write it in a background thread.
 
         Collective: call on every rank.
+
+        Raises:
+            TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
         """
+        self.wait()
+        try:
+            if self._project.automatic_checkpoint_naming:
+                lock = partial(self._lock_numbered, pending)
+                run_on_all_ranks("locking the checkpoint folder", lock, pending.gather, target=pending.target)
+                pending.on_committed = self._rotate
+            pending.fence = None if self._lock is None else self._lock.require
+            pending.planner = self._planner
+            pending.begin()
+            if not blocking:
+                self.background.start(pending)
+                return True
+            pending.finish(show=progress_bar)
+        except SaveFailedError as error:
+            self._note_failure(error)
+            return False
+        self._failures_in_a_row = 0
+        return True
 
-        def lock() -> None:
-            if is_first and self._lock is None:
-                folder = storage.real_path(target.parent)
-                # Accelerate's load_state treats every entry of the folder as a numbered checkpoint.
-                path = folder.parent / f".{folder.name}.lock" if is_foreign else folder / ".lock"
-                self._lock_folder(folder, path, prefix=PREFIX)
-
-        if self._project.automatic_checkpoint_naming:
-            run_on_all_ranks("locking the checkpoint folder", lock, gather_bytes, target=target)
+    def _lock_numbered(self, pending: PendingCheckpoint) -> None:
+        """Lock the folder of automatically named checkpoints, on the ranks that write to it."""
+        if self._lock is None and creates_folder(pending.world, on_each_node=pending.on_each_node):
+            folder = storage.real_path(pending.target.parent)
+            # Accelerate's load_state treats every entry of the folder as a numbered checkpoint.
+            path = folder / ".lock" if pending.collect is not None else folder.parent / f".{folder.name}.lock"
+            self._lock_folder(folder, path, prefix=PREFIX)
 
     def _lock_folder(self, folder: Path, path: Path, *, prefix: str) -> None:
         make_folders(folder)
         self._lock = RunLock(path)
         clean(folder, belongs=lambda name: name.startswith(prefix) and name.removeprefix(prefix).isdigit())
 
-    def rotate(self, target: Path, is_first: bool) -> None:
+    def _rotate(self, target: Path) -> None:
         """Delete the checkpoints beyond ``total_limit`` after ``target`` was written."""
         limit = self._project.total_limit
-        if not (is_first and self._project.automatic_checkpoint_naming and limit is not None):
+        if limit is None:
             return
         try:
             remove_oldest(
@@ -161,12 +177,8 @@ class CheckpointStore:
         sign = 1 if self._project.greater_is_better else -1
         return [path for _, _, path in sorted(measured, key=lambda one: (-sign * one[0], -one[1]))[:number]]
 
-    def next_folder(self, output_dir: Any) -> Path:
-        """Return the path of the next checkpoint."""
-        if not self._project.automatic_checkpoint_naming:
-            if output_dir is None:
-                raise no_folder_error("save_state", do="pass output_dir")
-            return Path(output_dir).expanduser()
+    def next_folder(self) -> Path:
+        """Return the path of the next automatically named checkpoint."""
         target = self.folder() / f"{PREFIX}{self._project.iteration}"
         if place_of(target).exists():
             raise UsageError(
@@ -189,68 +201,7 @@ class CheckpointStore:
             )
         return Path(os.fspath(self._project.project_dir)) / "checkpoints"
 
-    def save_files(self, target: Path, write: Callable[[Path], None]) -> bool:
-        """Write a checkpoint in echelon's own format from the files that ``write(folder)`` creates.
-
-        The files are synced, listed with their checksums, and committed atomically. Returns False if the disk failed;
-        the failure is reported (see ``max_failed_saves``).
-
-        Collective: call on every rank; ``write`` must not call collectives.
-
-        Raises:
-            TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
-        """
-        world, each = self._session.world, self._project.save_on_each_node
-
-        def save() -> None:
-            content = Content(progress=self._session.progress.to_json())
-            begun = begin_save(target, content, world=world, fence=self.fence, on_each_node=each)
-            begun.write_others(f"writing {target}", lambda: write(begun.pending.path))
-            begun.finish()
-
-        return self.count_failures(save)
-
-    def write_files(self, target: Path, write: Callable[[Path, bool], None], *, is_part: Callable[[str], bool]) -> bool:
-        """Write a checkpoint in another layout from the files that ``write(folder, is_owner)`` creates, without a
-        manifest.
-
-        Args:
-            target: folder, written atomically; an existing checkpoint in it is replaced, and other programs' files are
-                kept.
-            write: called on every rank; ``is_owner`` is true on the one rank per folder that writes shared
-                files. ``write`` must not call collectives.
-            is_part: returns whether a file name in the old folder belongs to the replaced checkpoint.
-
-        Collective: call on every rank.
-
-        Raises:
-            TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
-        """
-
-        def save() -> None:
-            save_folder(target, write, world=self._session.world, is_part=is_part, fence=self.fence)
-
-        return self.count_failures(save)
-
-    def count_failures(self, save: Callable[[], None]) -> bool:
-        """Call ``save``; if it fails, report this and return False.
-
-        Raises:
-            TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
-        """
-        try:
-            save()
-        except SaveFailedError as error:
-            self.note_failure(error)
-            return False
-        self.note_success()
-        return True
-
-    def note_success(self) -> None:
-        """End a row of failed saves."""
-        self._failures_in_a_row = 0
-
-    def note_failure(self, error: SaveFailedError) -> None:
+    def _note_failure(self, error: SaveFailedError) -> None:
         """Count ``error``, which was raised on every rank, and warn about it.
 
         Raises:

@@ -32,7 +32,6 @@ from echelon.accelerator.session import Session
 from echelon.accelerator.state_names import Allowed
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
-from echelon.base.progress import progress_bar
 from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.checkpoint import typed_json
@@ -43,14 +42,7 @@ from echelon.checkpoint.formats.torch_files import write_plain
 from echelon.checkpoint.formats.weight_files import write_shards
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.read import Checkpoint, open_verified
-from echelon.checkpoint.save import (
-    Content,
-    Save,
-    SaveFailedError,
-    begin_save,
-    run_on_all_ranks,
-    save_folder,
-)
+from echelon.checkpoint.save import Content, PendingCheckpoint
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.byte_sizes import convert_file_size_to_int
 from echelon.config.variables import checkpoint_format
@@ -59,7 +51,6 @@ from echelon.distributed.collectives import gather_object
 from echelon.distributed.control import agree, raise_on_all_ranks
 from echelon.distributed.monitored_barrier import is_passed_by, monitored_barrier
 from echelon.distributed.preemption import Preempted
-from echelon.distributed.small_messages import gather_bytes
 from echelon.status.board import Phase
 from echelon.status.notes import note_loaded, saving, within
 from echelon.status.stop_barrier import EXIT_CODE
@@ -213,20 +204,29 @@ class Checkpoints:
         with saving(session.progress.step):
             if self._project.automatic_checkpoint_naming:  # rank zero may have saved alone
                 self._project.iteration = max(gather_object([self._project.iteration]))
-            target = self.store.next_folder(_one_folder(output_dir, session.world, "save_state"))
+            output_dir = _one_folder(output_dir, session.world, "save_state")
+            if self._project.automatic_checkpoint_naming:
+                target = self.store.next_folder()
+            elif output_dir is None:
+                raise no_folder_error("save_state", do="pass output_dir")
+            else:
+                target = Path(output_dir).expanduser()
             session.engine.update_loss_scale()
             self.warn_of_weights_left_out()
             if safe_serialization and self._chosen_format() == "echelon":
-                metric = None if metric is None else float(metric)
-                return self._save_own(target, blocking=blocking, metric=metric)
-            if not blocking or metric is not None:
+                pending = self._own_format(target, metric=None if metric is None else float(metric))
+            elif not blocking or metric is not None:
                 raise UsageError(
                     f"save_state({'metric=' if blocking else 'blocking=False'}) requires echelon's own checkpoint "
                     "format",
                     do="remove checkpoint_format='accelerate' and safe_serialization=False, or omit metric= and "
                     "blocking=False",
                 )
-            return self._save_as_accelerate(target, safe_serialization=safe_serialization)
+            else:
+                pending = self._accelerate_format(target, safe_serialization=safe_serialization)
+            if self.store.save(pending, blocking=blocking):
+                self._project.iteration += 1
+            return target
 
     def warn_of_weights_left_out(self) -> None:
         """Warn once of trained weights that a model's own ``state_dict`` leaves out, so that no checkpoint holds them."""
@@ -252,9 +252,53 @@ class Checkpoints:
         )
         return is_whole and self._session.world.is_rank_zero and not is_alone() and is_passed_by(operation)
 
-    def _save_as_accelerate(self, target: Path, *, safe_serialization: bool) -> Path:
+    def _own_format(self, target: Path, *, metric: float | None) -> PendingCheckpoint:
+        """Return a save in echelon's own format.
+
+        Hooks may draw random numbers and change registered objects, so the content is collected after they have run. Models whose
+        weights a hook removes from the list are not written.
+
+        Collective: call on every rank if parameters are sharded.
+        """
+        session, world, models = self._session, self._world, self._bare_models()
+        weights = [self._get_state_dict()(m) or {} for m in session.objects.models] if self._save_hooks else []
+        given = list(weights)
+
+        def run_hooks(folder: Path, is_owner: bool) -> list[int]:
+            for hook in list(self._save_hooks.values()):
+                hook(models, weights, str(folder))
+            return [i for i, one in enumerate(given) if not any(one is kept for kept in weights)]
+
+        def collect(removed: list[int] | None) -> Content:
+            with raise_on_all_ranks("collecting the state"):
+                content = content_of(
+                    session,
+                    models,
+                    custom_objects=self.custom_objects,
+                    random_states=session.update.snapshot(),
+                    metric=metric,
+                    world_size=world.world_size,
+                )
+            left_out = tuple(model_prefix(i) for i in removed or ())
+            tensors = {name: tensor for name, tensor in content.tensors.items() if not name.startswith(left_out)}
+            return replace(content, tensors=tensors)
+
+        return PendingCheckpoint(
+            target=target,
+            world=world,
+            collect=collect,
+            write=run_hooks if self._save_hooks else None,
+            written_by="a hook of save_state",
+            is_part=_is_ours,
+            on_each_node=self.store.is_on_each_node,
+        )
+
+    def _accelerate_format(self, target: Path, *, safe_serialization: bool) -> PendingCheckpoint:
+        """Return a save in Accelerate's format.
+
+        Collective: call on every rank.
+        """
         session, objects, world = self._session, self._session.objects, self._world
-        self.store.wait()
         models = self._bare_models()
         weights = [self._get_state_dict()(model) for model in objects.models]
         state = collect_state(
@@ -283,16 +327,7 @@ class Checkpoints:
                 for i, one in enumerate(self.custom_objects):
                     write_plain(one.state_dict(), custom_path(folder, i))
 
-        def save() -> None:
-            is_first = world.is_rank_zero or (each and world.is_local_rank_zero)
-            self.store.lock_numbered(target, is_first=is_first, is_foreign=True)
-            is_owner = save_folder(target, write, world=world, is_part=_is_ours, fence=self.store.fence)
-            # All ranks delete together, so the folder no longer changes once any rank has returned.
-            run_on_all_ranks("deleting old checkpoints", lambda: self.store.rotate(target, is_owner), gather_bytes)
-
-        if self.store.count_failures(save):
-            self._project.iteration += 1
-        return target
+        return PendingCheckpoint(target=target, world=world, write=write, is_part=_is_ours, on_each_node=each)
 
     def load_state(
         self,
@@ -469,70 +504,6 @@ class Checkpoints:
         return True
 
     # ---- echelon's own format ----------------------------------------------------------------------------------------
-
-    def _save_own(self, target: Path, *, blocking: bool, metric: float | None) -> Path:
-        session, world = self._session, self._world
-        self.store.wait()
-        is_first = self.store.saves
-        models = self._bare_models()
-
-        def collect() -> Content:
-            with raise_on_all_ranks("collecting the state"):
-                return content_of(
-                    session,
-                    models,
-                    custom_objects=self.custom_objects,
-                    random_states=session.update.snapshot(),
-                    metric=metric,
-                    world_size=world.world_size,
-                )
-
-        content = collect()
-        try:
-            self.store.lock_numbered(target, is_first=is_first, is_foreign=False)
-            save = begin_save(
-                target,
-                content,
-                world=world,
-                is_part=_is_ours,
-                fence=self.store.fence,
-                on_each_node=self.store.is_on_each_node,
-            )
-            if self._save_hooks:
-                self._run_save_hooks(models, save, collect)
-            if blocking:
-                save.finish(show=progress_bar)
-                self.store.note_success()
-                self.store.rotate(target, is_first)
-            else:
-                self.store.background.start(save, afterwards=lambda folder: self.store.rotate(folder, is_first))
-        except SaveFailedError as error:
-            self.store.note_failure(error)
-            return target
-        self._project.iteration += 1
-        return target
-
-    def _run_save_hooks(self, models: list[nn.Module], save: Save, collect: Callable[[], Content]) -> None:
-        """Run the save hooks; models whose weights a hook removes from the list are not written.
-
-        Hooks may draw random numbers and change registered objects, so the content is collected again afterwards.
-
-        Collective: call on every rank if parameters are sharded.
-        """
-        weights = [self._get_state_dict()(model) or {} for model in self._session.objects.models]
-        given = list(weights)
-
-        def run() -> list[int]:
-            for hook in list(self._save_hooks.values()):
-                hook(models, weights, str(save.pending.path))
-            return [i for i, one in enumerate(given) if not any(one is kept for kept in weights)]
-
-        taken_out = save.write_others("a hook of save_state", run)
-        with save.pending.discarded_on_error():
-            content = collect()
-        save.update(content, world=self._world)
-        for i in taken_out[save.crew[0]]:  # the rank that commits the checkpoint decides for all ranks
-            save.leave_out(model_prefix(i))
 
     def _source(self, input_dir: Any) -> tuple[Path, Checkpoint | None]:
         """Return the folder to load and, for echelon's own format, the verified checkpoint.

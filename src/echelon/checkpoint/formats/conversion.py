@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from echelon.checkpoint.formats.optimizer_states import named_states
 from echelon.checkpoint.formats.weight_files import plain_names, read_model, weight_files
 from echelon.checkpoint.manifest import rank_objects_file
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.save import Content, begin_save
+from echelon.checkpoint.save import Content, PendingCheckpoint
 from echelon.checkpoint.stored_weights import Weights, weights_in
 from echelon.checkpoint.tensor_file import write_file
 from echelon.checkpoint.tensor_names import model_prefix, rest_of_state
@@ -98,7 +97,7 @@ def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) 
     world = World(
         rank=0,
         local_rank=0,
-        world_size=1,
+        world_size=len(imported.ranks),
         local_world_size=1,
         node_rank=0,
         device=torch.device("cpu"),
@@ -112,17 +111,17 @@ def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) 
         }
         for rank, own in enumerate(imported.ranks)
     ]
-    save = begin_save(target, replace(imported.content, tensors=tensors), world=world, gather=_alone)
-    save.objects |= {rank_objects_file(rank): typed_json.to_bytes(own) for rank, own in enumerate(encoded)}
-    save.manifest = replace(save.manifest, world_size=len(encoded))
-    others = partial(copy_other_files, source, save.pending.path, without=lambda name: name in imported.read)
-    save.write_others(f"writing {target}", others, gather=_alone)
-    return save.finish(_alone, show=progress_bar)
-
-
-def _alone(payload: bytes) -> list[bytes]:
-    """Gather from the only process."""
-    return [payload]
+    content = replace(imported.content, tensors=tensors)
+    pending = PendingCheckpoint(
+        target=target,
+        world=world,
+        gather=lambda payload: [payload],
+        collect=lambda _: content,
+        write=lambda folder, _: copy_other_files(source, folder, without=lambda name: name in imported.read),
+    )
+    pending.begin()
+    pending.objects |= {rank_objects_file(rank): typed_json.to_bytes(own) for rank, own in enumerate(encoded)}
+    return pending.finish(show=progress_bar)
 
 
 def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from echelon.accelerator.models.save_objects import bare_module
 from echelon.base.errors import UsageError
 from echelon.checkpoint.formats.transformers import ECHELON_DATA, ECHELON_WEIGHTS, is_state_file
 from echelon.checkpoint.formats.weight_files import aliases_in
+from echelon.checkpoint.save import Content, PendingCheckpoint
 from echelon.trainer.arguments.training_arguments import resolve_path
 from echelon.trainer.checkpoint.adapters import has_adapters, trained_state
 from echelon.trainer.checkpoint.checkpoint_folders import (
@@ -74,7 +74,15 @@ class CheckpointWriter:
         accelerator = self._trainer.accelerator
         if self._trainer.args.save_only_model:
             weights = accelerator.get_state_dict(self._trainer.model_wrapped)
-            return accelerator.checkpoints.store.save_files(folder, partial(self._write_beside, weights))
+            content = Content(progress=accelerator.session.progress.to_json())
+            pending = PendingCheckpoint(
+                target=folder,
+                world=accelerator.world,
+                collect=lambda _: content,
+                write=lambda aside, is_owner: self._write_beside(weights, aside),
+                on_each_node=accelerator.project_configuration.save_on_each_node,
+            )
+            return accelerator.checkpoints.store.save(pending)
         hook = accelerator.register_save_state_pre_hook(self._before_save)
         try:
             accelerator.save_state(folder)
@@ -115,7 +123,8 @@ class CheckpointWriter:
 
         session.optimizer.saved_state = None if args.save_only_model else trainer.optimizer.full_state_dict()
         try:
-            return accelerator.checkpoints.store.write_files(folder, write, is_part=is_state_file)
+            pending = PendingCheckpoint(target=folder, world=accelerator.world, write=write, is_part=is_state_file)
+            return accelerator.checkpoints.store.save(pending)
         finally:
             session.optimizer.saved_state = None
 
