@@ -216,3 +216,33 @@ def _write_files(run: _Run, name: str, num_restarts: int, lr: float, facts: dict
     (run.folder / "run.json").write_text(json.dumps({**info, **facts}, indent=2))
     for file, lines in (("metrics.jsonl", run.metrics), ("events.jsonl", run.events)):
         (run.folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def record_steps(
+    folder: Path,
+    rank: int,
+    losses: list[float],
+    *,
+    first: int = 1,
+    attempt: int = 0,
+    began: float = 0.0,
+    has_parts: bool = True,
+) -> None:
+    """Write steps of 10 ms: 4 ms of data wait, 5 + rank ms forward, the rest communication; 8 samples each."""
+    path = folder / "records" / str(attempt) / f"rank_{rank}.steps"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with simulated_clock(began) as clock:
+        recorder = StepRecorder(path, rank=rank, world_size=2)
+        spent = [0] * len(StepPart)
+        for i, loss in enumerate(losses):
+            clock.now_ns += 10_000_000
+            for part, ms in (
+                (StepPart.DATA, 4),
+                (StepPart.FORWARD, 5 + min(rank, 1)),
+                (StepPart.COMMUNICATION, max(0, 1 - rank)),
+            ):
+                spent[part] += ms * 1_000_000 * has_parts
+            recorder.add_loss(loss)
+            recorder.num_samples += 8
+            recorder.memory_mb = 100.0 + rank + i
+            recorder.record(first + i, 0.1, spent)

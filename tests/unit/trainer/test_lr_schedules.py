@@ -109,6 +109,7 @@ def test_every_schedule_has_a_formula_but_two() -> None:
         ("linear", 20, {"cycles": 2}, "'linear' scheduler does not accept these arguments"),
         ("cosine_with_min_lr", 20, {}, "needs either min_lr"),
         ("polynomial", 20, {"lr_end": 0.5}, "not below the learning rate 0.5"),
+        ("polynomial", 20, {"lr_init": 1.0}, "polynomial scheduler has no argument lr_init"),
         ("warmup_stable_decay", 20, {}, "does not accept these arguments"),
         ("warmup_stable_decay", 20, {"num_decay_steps": 5, "warmup_type": "sine"}, "not one of linear, cosine, 1-sqrt"),
     ],
@@ -119,6 +120,16 @@ def test_a_schedule_that_cannot_be_is_an_error(
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
     with pytest.raises(ConfigError, match=message):
         get_scheduler(name, optimizer, WARMUP, total, more)
+
+
+def test_schedules_have_the_keyword_names_of_transformers() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    common = {"num_warmup_steps": WARMUP, "num_training_steps": TOTAL}
+    own: dict[str, dict[str, float]] = {"polynomial": {"lr_end": 0.05}}
+    for name in ("linear", "cosine", "constant_with_warmup", "inverse_sqrt", "polynomial"):
+        schedule: Any = get_scheduler(name, optimizer, WARMUP, TOTAL, own.get(name))
+        more = {**own["polynomial"], "lr_init": PEAK} if name == "polynomial" else {}
+        assert schedule.lr_lambdas[0].keywords == {**common, **more}
 
 
 def _greedy(values: list[float], **more: Any) -> tuple[list[float], Any]:

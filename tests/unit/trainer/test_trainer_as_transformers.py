@@ -12,7 +12,7 @@ import torch
 from echelon import Accelerator
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
-from echelon.trainer import Trainer, TrainerCallback, TrainerState, TrainingArguments, get_scheduler
+from echelon.trainer import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from echelon.trainer.optim.adafactor import Adafactor
 from tests.trainer_models import DATA, Line, RecordingTrainer, arguments
 
@@ -52,19 +52,6 @@ def test_dtypes_are_saved_by_their_names() -> None:
 
     values = Mine(use_cpu=True).to_dict()
     assert (values["dtype"], values["model_kwargs"]) == ("bfloat16", {"dtype": "float16", "layers": 2})
-
-
-def test_the_polynomial_schedule_has_transformers_keywords() -> None:
-    optimizer = torch.optim.SGD(Line().parameters(), lr=0.2)
-    options: dict[str, Any] = {"num_warmup_steps": 2, "num_training_steps": 10}
-    schedule: Any = get_scheduler("polynomial", optimizer, **options, scheduler_specific_kwargs={"lr_end": 0.05})
-    assert schedule.lr_lambdas[0].keywords == {**options, "lr_end": 0.05, "lr_init": 0.2}
-    for _ in range(6):
-        optimizer.step()
-        schedule.step()
-    assert schedule.get_last_lr() == pytest.approx([0.05 + 0.15 * (1 - 4 / 8)])
-    with pytest.raises(ConfigError, match="polynomial scheduler has no argument lr_init"):
-        get_scheduler("polynomial", optimizer, **options, scheduler_specific_kwargs={"lr_init": 1.0})
 
 
 def test_the_control_is_restored_with_the_callbacks(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from echelon.base.errors import UsageError
-from echelon.base.warnings import EchelonWarning
 from echelon.trainer import (
     DefaultFlowCallback,
     EvalPrediction,
@@ -26,18 +25,6 @@ from echelon.trainer import (
 from echelon.trainer.callbacks.trackers import run_folder
 from echelon.trainer.data.columns import find_labels, kept_columns
 from tests.trainer_models import DATA, Line, arguments
-
-
-class Counting(Line):
-    """Says what it was given for ``num_items_in_batch``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given: list[Any] = []
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-        self.given.append(kwargs.get("num_items_in_batch"))
-        return super().forward(x, labels)
 
 
 def _first_batch(trainer: Trainer) -> list[float]:
@@ -53,17 +40,6 @@ def test_a_seed_that_is_set_later_changes_nothing_of_the_order(tmp_path: Path) -
     assert _first_batch(trainer) == expected
     sequential = arguments(tmp_path, train_sampling_strategy="sequential")
     assert _first_batch(Trainer(Line(), sequential, train_dataset=DATA)) == [0.0, 1.0]
-
-
-def test_a_model_is_given_the_labels_of_the_update_where_it_takes_them(tmp_path: Path) -> None:
-    model = Counting()
-    with pytest.warns(EchelonWarning, match="does not use it"):
-        Trainer(model, arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=DATA[:4]).train()
-    assert [int(given) for given in model.given] == [4, 4]
-    model = Counting()
-    model.accepts_loss_kwargs = False  # type: ignore[assignment]
-    Trainer(model, arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=DATA[:4]).train()
-    assert model.given == [None, None]
 
 
 def test_labels_are_found_by_their_names_also_inside_an_adapter(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from echelon.base import environ
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.compat.transformers_names import TRAINER_MEMBERS
-from echelon.trainer import Trainer, TrainerCallback, TrainerControl, TrainingArguments, get_scheduler
+from echelon.trainer import Trainer, TrainerCallback, TrainerControl, TrainingArguments
 from echelon.trainer.build_accelerator import accelerator_arguments
 from echelon.trainer.unread_members import NOT_CALLED
 from tests.side_by_side.trainer_calls import DATA as CALLS, METHODS, PUBLIC, SCENARIOS, count_calls
@@ -575,13 +575,6 @@ def test_optimizers_with_their_own_groups_and_factories(tmp_path: Path) -> None:
     given = (Factory, {"lr": 0.25})
     trainer = Trainer(model, arguments(tmp_path), optimizer_cls_and_kwargs=given)
     assert trainer.create_optimizer(model=model).param_groups[0]["lr"] == 0.25
-
-
-def test_schedules_have_the_keyword_names_of_transformers() -> None:
-    optimizer = torch.optim.SGD(Line().parameters(), lr=1.0)
-    for name in ("linear", "cosine", "constant_with_warmup", "inverse_sqrt"):
-        schedule: Any = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=8)
-        assert schedule.lr_lambdas[0].keywords == {"num_warmup_steps": 2, "num_training_steps": 8}
 
 
 @pytest.mark.parametrize("given", [None, True, False])

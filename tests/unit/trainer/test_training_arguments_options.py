@@ -129,23 +129,6 @@ class _Unlabelled(Line):
         return self.layer(x).squeeze(-1)
 
 
-def test_a_loss_function_with_two_parameters_is_a_mean_over_its_batch(tmp_path: Path) -> None:
-    args = _args(tmp_path, gradient_accumulation_steps=5, **CONSTANT_SGD | {"learning_rate": 0.01})
-    for loss_function in (nn.MSELoss(), lambda outputs, labels: F.mse_loss(outputs, labels)):
-        trainer = Trainer(_Unlabelled(), args, train_dataset=DATA, compute_loss_func=loss_function)
-        trainer.train()  # one step over all ten samples: w = 0.01 * mean(2 * 2x * x) = 0.01 * 4 * 28.5
-        assert trainer.model.layer.weight.item() == pytest.approx(0.04 * 28.5, rel=1e-6)
-
-    class Scaled(Trainer):
-        loss_is_scaled_for_ga = True
-
-    trainer = Scaled(
-        _Unlabelled(), args, train_dataset=DATA, compute_loss_func=lambda y, labels: F.mse_loss(y, labels) / 5
-    )
-    trainer.train()
-    assert trainer.model.layer.weight.item() == pytest.approx(0.04 * 28.5, rel=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["tensors", "arrays", "parts of a batch"])
 def test_plain_tensors_are_data(tmp_path: Path, kind: str) -> None:
     x, y = torch.arange(10.0)[:, None], 2 * torch.arange(10.0)

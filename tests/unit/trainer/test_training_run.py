@@ -335,21 +335,6 @@ def test_the_tokenizer_s_old_name_is_its_new_one(tmp_path: Path) -> None:
     assert trainer.processing_class == trainer.tokenizer == "words"
 
 
-def test_compute_loss_func_gets_outputs_and_labels(tmp_path: Path) -> None:
-    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        total: torch.Tensor = (outputs - labels).abs().sum()
-        return total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
-
-    model = Bare()
-    args = _args(tmp_path, per_device_train_batch_size=5, gradient_accumulation_steps=2, logging_strategy="epoch")
-    trainer = Trainer(model, args, train_dataset=DATA, eval_dataset=DATA, compute_loss_func=loss)
-    x = torch.arange(10.0)[:, None]
-    before = (model(x) - 2 * x[:, 0]).abs().mean().item()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-6)
-    trainer.train()
-    assert trainer.state.log_history[-2]["loss"] == pytest.approx(before, rel=1e-6)  # one step of two batches
-
-
 def test_a_model_that_returns_its_loss_first_is_evaluated_without_it(tmp_path: Path) -> None:
     class Tuple(Line):
         def forward(self, x: Any, labels: Any = None) -> Any:
