@@ -39,6 +39,7 @@ FILES = {
     "options": "unit/trainer/test_training_arguments_options.py",
     "schedules": "unit/trainer/test_lr_schedules.py",
     "hub": "unit/trainer/test_hub.py",
+    "optimizers": "unit/trainer/test_optimizers.py",
     "search": "unit/trainer/test_hyperparameter_search.py",
     "seq2seq": "unit/trainer/test_seq2seq.py",
     "settings": "unit/trainer/test_build_accelerator.py",

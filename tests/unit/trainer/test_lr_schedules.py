@@ -1,4 +1,4 @@
-"""Schedules are the formulas of their definitions; optimizers decay the weights that should."""
+"""Schedules are the formulas of their definitions, and go on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from echelon.base.errors import ConfigError
-from echelon.trainer import SchedulerType, Trainer, TrainerCallback, TrainingArguments, get_scheduler
-from echelon.trainer.optim.adafactor import Adafactor
-from echelon.trainer.optim.optimizers import decay_parameter_names, optimizer_class_and_arguments, parameter_groups
+from echelon.trainer import SchedulerType, Trainer, TrainerCallback, get_scheduler
 from tests.trainer_models import DATA, Line, arguments
 
 PEAK, WARMUP, TOTAL = 0.5, 4, 20
@@ -315,53 +313,3 @@ def test_an_evaluation_before_the_first_step_is_not_told_to_the_schedule(tmp_pat
         trainer = Trainer(model, args, optimizers=(optimizer, schedule), train_dataset=DATA, eval_dataset=DATA)
         trainer.train(resume_from_checkpoint=resume)
         assert schedule.seen == [0.0] + max_steps * [1.0]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.plain = nn.LayerNorm(2)  # by its type, whatever its name
-        self.input_norm = nn.BatchNorm1d(2)  # by its name
-        self.norm = nn.Linear(2, 2)
-        self.normal = nn.Linear(2, 2)  # no norm
-        self.RMSNorm = nn.Linear(2, 2, bias=False)
-        self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
-
-
-def test_weights_decay_and_biases_and_norms_do_not() -> None:
-    model = Block()
-    names = decay_parameter_names(model)
-    assert names == ["frozen", "linear.weight", "normal.weight"]
-    decaying, others = parameter_groups(model, decaying=names, weight_decay=0.1)
-    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
-    assert [id(p) for p in decaying["params"]] == [id(model.linear.weight), id(model.normal.weight)]
-    assert len(others["params"]) == 11 - 2
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "arguments"),
-    [
-        ("adamw_torch", torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6}),
-        ("adamw_torch_fused", torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "fused": True}),
-        ("sgd", torch.optim.SGD, {"lr": 0.1}),
-        ("adagrad", torch.optim.Adagrad, {"lr": 0.1}),
-        ("rmsprop", torch.optim.RMSprop, {"lr": 0.1}),
-        ("adafactor", Adafactor, {"lr": 0.1, "scale_parameter": False, "relative_step": False}),
-    ],
-)
-def test_optimizers_by_name(name: str, kind: type, arguments: dict[str, Any]) -> None:
-    args = TrainingArguments(optim=name, learning_rate=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6)
-    assert optimizer_class_and_arguments(args) == (kind, arguments)
-    kind([nn.Parameter(torch.zeros(1))], **arguments)
-
-
-def test_more_arguments_of_the_optimizer_are_read_from_text() -> None:
-    args = TrainingArguments(optim="sgd", optim_args="momentum=0.9, nesterov=True, betas=(0.5, 0.6), mode=fast")
-    assert optimizer_class_and_arguments(args)[1] == {
-        "lr": 5e-5,
-        "momentum": 0.9,
-        "nesterov": True,
-        "betas": (0.5, 0.6),
-        "mode": "fast",
-    }
