@@ -15,20 +15,6 @@ from pathlib import Path, PurePosixPath
 
 from echelon.compat.transformers_names import TRAINER_MEMBERS
 
-__all__ = [
-    "COMPATIBILITY_MODULES",
-    "duplicate_classes",
-    "ENVIRONMENT_USERS",
-    "engine_branches",
-    "environment_uses",
-    "foreign_private_reads",
-    "missing_paths",
-    "module_state",
-    "more_than_reexports",
-    "private_reads",
-    "violations",
-]
-
 # Module paths of accelerate, kept so that its scripts run, and echelon.ray. They only contain re-exports, outside the layers.
 COMPATIBILITY_MODULES = frozenset(
     [

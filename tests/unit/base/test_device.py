@@ -41,36 +41,39 @@ class Machine:
         self.current = index
 
 
-def test_each_local_rank_gets_its_own_device(machine: Machine) -> None:
-    machine.has(4)
-    assert [choose_device(local_rank=rank, local_world_size=4) for rank in range(4)] == [
-        torch.device("cuda:0"),
-        torch.device("cuda:1"),
-        torch.device("cuda:2"),
-        torch.device("cuda:3"),
-    ]
+@pytest.mark.parametrize(
+    ("count", "kind", "local_rank", "local_world_size", "cpu", "device"),
+    [
+        (4, "cuda", 0, 4, False, "cuda:0"),
+        (4, "cuda", 3, 4, False, "cuda:3"),
+        (0, "cuda", 5, 8, False, "cpu"),
+        (2, "cuda", 7, 8, True, "cpu"),
+        (1, "mps", 0, 1, False, "mps:0"),
+        (1, "mps", 0, 2, False, "cpu"),
+    ],
+)
+def test_each_local_rank_gets_its_own_device_or_the_cpu(
+    machine: Machine, count: int, kind: str, local_rank: int, local_world_size: int, cpu: bool, device: str
+) -> None:
+    machine.has(count, kind)
+    assert num_devices() == count
+    found = choose_device(local_rank=local_rank, local_world_size=local_world_size, cpu=cpu)
+    assert found == torch.device(device)
 
 
-def test_a_machine_without_accelerators_uses_the_cpu(machine: Machine) -> None:
-    machine.has(0)
-    assert num_devices() == 0
-    assert choose_device(local_rank=5, local_world_size=8) == torch.device("cpu")
-
-
-def test_the_cpu_can_be_requested_on_a_machine_with_accelerators(machine: Machine) -> None:
-    machine.has(2)
-    assert num_devices() == 2
-    assert choose_device(local_rank=7, local_world_size=8, cpu=True) == torch.device("cpu")
-
-
-def test_more_processes_than_devices_is_an_error_with_the_maximum(machine: Machine) -> None:
-    machine.has(2, "xpu")
+@pytest.mark.parametrize(("kind", "count", "visible"), [("xpu", 2, None), ("cuda", 2, "4,5"), ("cuda", 1, None)])
+def test_more_processes_than_devices_is_an_error_with_the_maximum(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, kind: str, count: int, visible: str | None
+) -> None:
+    machine.has(count, kind)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ConfigError) as caught:
-        choose_device(local_rank=2, local_world_size=4)
-    assert (
-        caught.value.what == "no device is left for local rank 2: this machine runs 4 processes but has 2 xpu devices"
-    )
-    assert str(caught.value.do).startswith("start at most 2 processes on this machine, or pass --cpu")
+        choose_device(local_rank=3, local_world_size=4)
+    devices = f"{count} {kind} device{'s' if count > 1 else ''}"
+    assert caught.value.what == f"no device is left for local rank 3: this machine runs 4 processes but has {devices}"
+    processes = f"{count} process{'es' if count > 1 else ''}"
+    assert str(caught.value.do).startswith(f"start at most {processes} on this machine, or pass --cpu")
 
 
 @pytest.mark.parametrize("name", VISIBLE)
@@ -80,25 +83,6 @@ def test_a_process_with_one_visible_device_uses_it(
     machine.has(1)
     monkeypatch.setenv(name, "3")
     assert choose_device(local_rank=3, local_world_size=4) == torch.device("cuda:0")
-
-
-def test_more_processes_than_visible_devices_is_an_error(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.has(2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(ConfigError, match="runs 4 processes but has 2 cuda devices"):
-        choose_device(local_rank=3, local_world_size=4)
-
-
-def test_one_unassigned_device_is_not_shared(machine: Machine) -> None:
-    machine.has(1)
-    with pytest.raises(ConfigError, match="runs 4 processes but has 1 cuda device"):
-        choose_device(local_rank=3, local_world_size=4)
-
-
-def test_one_process_uses_mps_and_several_use_the_cpu(machine: Machine) -> None:
-    machine.has(1, "mps")
-    assert choose_device(local_rank=0, local_world_size=1) == torch.device("mps:0")
-    assert choose_device(local_rank=0, local_world_size=2) == torch.device("cpu")
 
 
 def test_the_error_names_the_visibility_variable_of_the_device_type(machine: Machine) -> None:

@@ -21,14 +21,16 @@ def _place(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.INFO, NAME)
 
 
-@pytest.mark.parametrize("rank", [None, "0"])
-def test_rank_zero_and_a_single_process_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: str | None
+def test_a_single_process_and_rank_zero_log_until_another_rank_becomes_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if rank is not None:
+    logger = get_logger(NAME)
+    logger.warning("%d of %s", 1, "two")
+    logger.debug("below the level")
+    for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-    get_logger(NAME).warning("%d of %s", 1, "two")
-    assert caplog.messages == ["1 of two"]
+        logger.info(rank)
+    assert caplog.messages == ["1 of two", "0"]
 
 
 @pytest.mark.parametrize("method", ["debug", "info", "warning", "error", "critical", "exception"])
@@ -46,21 +48,6 @@ def test_every_rank_logs_if_the_call_requests_it(
     get_logger(NAME).error("hello", all_ranks=True)
     get_logger(NAME).error("silence", all_ranks=False)
     assert caplog.messages == ["hello"]
-
-
-def test_the_log_level_applies(caplog: pytest.LogCaptureFixture) -> None:
-    get_logger(NAME).debug("hello")
-    assert caplog.messages == []
-
-
-def test_a_rank_that_becomes_known_later_is_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    logger = get_logger(NAME)
-    logger.info("before")
-    monkeypatch.setenv("RANK", "1")
-    logger.info("after")
-    assert caplog.messages == ["before"]
 
 
 @pytest.mark.parametrize("way", ["info", "log"])
