@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +20,7 @@ from torch import nn
 
 from tests.harness import run_on_ranks
 from tests.launch.conftest import Command, Result
+from tests.launch.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -49,18 +46,6 @@ def _module(name: str) -> ModuleType:
 def _order(num_samples: int, seed: int) -> torch.Tensor:
     """Return the order of an epoch with ``parity="exact"``, as docs/parity.md defines it."""
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
-
-
-def _in_this_process(script: str, folder: str) -> str:
-    """Run an example as a program in this rank, and return what it prints."""
-    printed, before = io.StringIO(), os.getcwd()
-    os.chdir(folder)
-    try:
-        with mock.patch.object(sys, "argv", [script]), contextlib.redirect_stdout(printed):
-            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    finally:
-        os.chdir(before)
-    return printed.getvalue()
 
 
 def _run(command: Command, start: str, script: str, *arguments: str) -> Result:
@@ -143,7 +128,12 @@ def _check_ragged(printed: str, num_processes: int) -> None:
 @pytest.mark.slow
 def test_every_token_of_ragged_batches_counts_the_same(tmp_path: Path) -> None:
     printed, other = run_on_ranks(
-        _in_this_process, "ragged_language_model.py", str(tmp_path), world_size=2, init_group=False, timeout=120
+        run_program,
+        str(EXAMPLES / "ragged_language_model.py"),
+        str(tmp_path),
+        world_size=2,
+        init_group=False,
+        timeout=120,
     )
     _check_ragged(printed, 2)
     assert "loss" not in other

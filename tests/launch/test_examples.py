@@ -2,64 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 from tests.harness import run_on_ranks
+from tests.launch.programs import run_program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
 LIMIT = 256
 LAUNCH = [sys.executable, "-m", "echelon", "launch", "--no_warm", "--cpu", "--num_processes", "2"]
-OF_A_RANK = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
-def _alone(script: str, arguments: list[str], folder: str) -> str:
-    """Run the script as ``python SCRIPT`` does, in this process, which has imported torch, and return what it prints."""
-    printed, before = io.StringIO(), os.getcwd()
-    plain = {name: value for name, value in os.environ.items() if name not in OF_A_RANK}
-    os.chdir(folder)
-    try:
-        with (
-            mock.patch.dict(os.environ, plain, clear=True),
-            mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
-            mock.patch.object(sys, "argv", [script, *arguments]),
-            contextlib.redirect_stdout(printed),
-        ):
-            runpy.run_path(script, run_name="__main__")
-    finally:
-        os.chdir(before)
-    return printed.getvalue()
 
 
 def _run(command: list[str] | None, example: str, weights: Path) -> str:
     script = str(EXAMPLES / f"{example}.py")
+    arguments = ["--limit", str(LIMIT), "--save", str(weights)]
     if command is None:
-        arguments = ["--limit", str(LIMIT), "--save", str(weights)]
-        return str(
-            run_on_ranks(_alone, script, arguments, str(weights.parent), world_size=1, init_group=False, timeout=120)[0]
+        folder = str(weights.parent)
+        (printed,) = run_on_ranks(
+            run_program, script, folder, arguments=arguments, world_size=1, init_group=False, timeout=120
         )
+        return str(printed)
     done = subprocess.run(
-        [*command, script, "--limit", str(LIMIT), "--save", str(weights)],
+        [*command, script, *arguments],
         cwd=weights.parent,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""A rank that ends without destroying its process group exits with its own code, whatever the group's threads do meanwhile."""
+"""The end of a rank: its own exit code, whatever its threads, its streams and its checkpoints do meanwhile."""
 
 from __future__ import annotations
 
@@ -92,3 +92,55 @@ def test_a_daemon_thread_that_talks_to_the_store_does_not_abort_the_rank_at_exit
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(command.free_port()), "WORLD_SIZE": "1", "RANK": "0"}
     result = command.run([sys.executable, "train.py"], **place)
     assert (result.code, result.err) == (0, "")
+
+
+# Closed standard streams, as in some daemons and cron jobs: only what is written to them is lost.
+WRITES = """
+import os
+import sys
+
+print("printed")
+print("to stderr", file=sys.stderr)
+with open("ran" + os.environ["RANK"], "w") as file:  # must not get what is printed
+    file.write(str(sys.stdin is not None))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "closed",
+    [">&-", ">&- 2>&- <&-", *(pytest.param(one, marks=pytest.mark.soak) for one in ("2>&-", "<&-"))],
+)
+def test_a_run_with_closed_streams_starts(closed: str, command: Command) -> None:
+    command.write("train.py", WRITES)
+    launch = f"{sys.executable} -m echelon launch -q --no_warm --cpu --num_processes=2 train.py"
+    result = command.run(["sh", "-c", f"{launch} {closed}"])
+    assert result.code == 0, result.err
+    assert [(command.directory / f"ran{rank}").read_text() for rank in range(2)] == ["True"] * 2
+    assert result.out.count("printed") == (0 if ">&-" in closed.split() else 2)
+    assert result.err.count("to stderr") == (0 if "2>&-" in closed else 2)
+
+
+FULL = """
+import errno
+from echelon import Accelerator
+from echelon.checkpoint import storage
+
+def full(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+storage.write = full
+accelerator = Accelerator(cpu=True)
+for step in range(9):
+    print("step", step)
+    accelerator.save_state("state", blocking=step % 2 == 0)
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_that_cannot_be_written_end_the_run_with_exit_code_74(command: Command) -> None:
+    command.write("full.py", FULL)
+    result = command.launch("--cpu", "full.py")
+    assert (result.code, "step 3" in result.out) == (74, False), result.err
+    assert "3 consecutive checkpoints could not be written" in result.err
+    assert "state could not be saved: [Errno 28] No space left on device" in result.err

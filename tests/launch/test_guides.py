@@ -3,27 +3,23 @@
 A block ```` ```python train.py ```` is a file of the reader's folder, and a block ```` ```console ```` holds commands to type there, each
 followed by lines that it prints, in order (numbers may differ; ``...`` stands for lines left out).
 
-``python tests/launch/test_guides.py`` writes what differs between the scripts into the pages; with names of pages, it types their
-commands and shows what they print.
+``python tests/launch/test_guides.py`` writes what differs between the scripts into the pages.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-import tempfile
 import warnings
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
 from tests.launch.conftest import Command
-from tests.launch.programs import run_program
+from tests.launch.programs import check_lines, hashes_of, run_program
 from tests.launch.test_tour import ROOT, Block, blocks, scripts, written
 
 GUIDES = (
@@ -61,25 +57,8 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
     ]
 
 
-_HASH = re.compile(r"\b[0-9a-f]{12}\b")
-
-
-def _check_lines(output: str, expected: list[str]) -> None:
-    rest = output.splitlines()
-    for line in expected:
-        # Weights, and so their hashes, differ between processors.
-        parts = [
-            re.sub(r"\d+(?:\\?\.\d+)?(?:e\\?[-+]\d+)?", r"[-\\d.e+]+", re.escape(part))
-            for part in _HASH.split(line.strip())
-        ]
-        pattern = re.compile(_HASH.pattern.join(parts))
-        places = [place for place, printed in enumerate(rest) if pattern.fullmatch(printed.strip())]
-        assert places, f"the page says {line!r}, and the program prints\n{output}"
-        rest = rest[places[0] + 1 :]
-
-
 def _run(name: str, folder: str, may_warn: bool) -> str:
-    with warnings.catch_warnings(), mock.patch.object(sys, "argv", [name]):
+    with warnings.catch_warnings():
         if may_warn:
             warnings.simplefilter("ignore", EchelonWarning)
         return run_program(name, folder)
@@ -118,38 +97,15 @@ def test_the_commands_print_what_the_page_says(page: Path, command: Command) -> 
         for line, expected in commands(block) if block.language == "console" else []:
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             result = command.run(["bash", "-c", f"{line} 2>&1"], PATH=path, OMP_NUM_THREADS="1")
-            _check_lines(result.out.replace(f"{command.directory}/", ""), expected)
-            shown += _HASH.findall("\n".join(expected))
-            printed += _HASH.findall(result.out)
+            check_lines(result.out.replace(f"{command.directory}/", ""), expected)
+            shown += hashes_of("\n".join(expected))
+            printed += hashes_of(result.out)
     assert len(shown) == len(printed)
     assert len(set(zip(shown, printed))) == len(set(shown)), (
         f"equal hashes on the page: {shown}, in the output: {printed}"
     )
 
 
-def _type_commands(page: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        _write_files(page, Path(folder))
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        for block in blocks(page):
-            for line, expected in commands(block) if block.language == "console" else []:
-                done = subprocess.run(
-                    ["bash", "-c", f"{line} 2>&1"],
-                    cwd=folder,
-                    env={**os.environ, "PATH": path},
-                    capture_output=True,
-                    text=True,
-                )
-                printed = done.stdout.replace(f"{folder}/", "")
-                print(f"$ {line}\n{printed}({done.returncode})")
-                try:
-                    _check_lines(printed, expected)
-                except AssertionError as error:
-                    print("DIFFERS:", str(error).splitlines()[0])
-
-
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(written(page), encoding="utf-8")
-    for name in sys.argv[1:]:
-        _type_commands(*[page for page in ENGLISH if page.stem == name])

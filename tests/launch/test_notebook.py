@@ -187,41 +187,53 @@ def _read(outputs: list[dict[str, object]]) -> _Shown:
     return _Shown(text["stdout"], text["stderr"], text["error"])
 
 
-def _lines(text: str) -> list[str]:
-    return sorted(text.splitlines())
+def _gathered(num_ranks: int, start: int, precision: str = "no") -> list[str]:
+    numbers = [start + rank for rank in range(num_ranks)]
+    return [f"rank {rank} of {num_ranks} on cpu: {numbers} {precision}" for rank in range(num_ranks)]
+
+
+_SHOWN = {
+    "define": [],
+    "first": _gathered(2, 10),
+    "second": _gathered(2, 20, "bf16"),  # it runs twice in one kernel
+    "tutorial": ["rank 0 of 2", "rank 1 of 2"],  # the function takes the rank and the number of ranks
+    "debug": _gathered(3, 30),
+    "without fork": _gathered(2, 40),  # a function of a cell is carried to new processes
+    "autograd": [],
+    "after autograd": ["learned 2", "threads 1", "threads 1"],
+    "all streams": ["from a command", "from a command"],
+    "alone": ["True", "True bf16"],
+}
+_ERRORS = {
+    "no arguments": [
+        "UsageError: train(start) cannot be called by notebook_launcher(args=())",
+        "pass one value per parameter in args",
+    ],
+    "failing": [
+        "LaunchError: rank 1 failed first: ValueError: bad sample 17",
+        "Traceback (most recent call last):",
+        "in fail_on_one",
+    ],
+    "wrong precision": ["ConfigError: mixed_precision='bf17' is not one of no, fp16, bf16"],
+    "group": ["", "this kernel has initialized a process group"],
+}
 
 
 @pytest.mark.slow
-def test_a_function_of_a_cell_runs_on_every_rank(shown: dict[str, _Shown]) -> None:
-    assert shown["define"] == _Shown("", "", "")
-    assert shown["first"].error == ""
-    assert _lines(shown["first"].out) == ["rank 0 of 2 on cpu: [10, 11] no", "rank 1 of 2 on cpu: [10, 11] no"]
+@pytest.mark.parametrize("cell", _SHOWN)
+def test_what_the_ranks_print_is_shown_in_the_cell(cell: str, shown: dict[str, _Shown]) -> None:
+    assert shown[cell].error == ""
+    assert sorted(shown[cell].out.splitlines()) == _SHOWN[cell]
+    if cell == "all streams":
+        assert shown[cell].err.splitlines() == ["an error line", "an error line"]
 
 
-def test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect(shown: dict[str, _Shown]) -> None:
-    assert shown["second"].error == ""
-    assert _lines(shown["second"].out) == ["rank 0 of 2 on cpu: [20, 21] bf16", "rank 1 of 2 on cpu: [20, 21] bf16"]
-
-
-def test_a_function_of_rank_and_world_size_gets_them(shown: dict[str, _Shown]) -> None:
-    assert shown["tutorial"].error == ""
-    assert _lines(shown["tutorial"].out) == ["rank 0 of 2", "rank 1 of 2"]
-
-
-def test_a_function_without_its_arguments_says_what_to_pass(shown: dict[str, _Shown]) -> None:
-    error = shown["no arguments"].error
-    assert error.startswith("UsageError: train(start) cannot be called by notebook_launcher(args=())")
-    assert "pass one value per parameter in args" in error
-
-
-def test_debug_launcher_runs_on_the_cpu(shown: dict[str, _Shown]) -> None:
-    assert shown["debug"].error == ""
-    assert _lines(shown["debug"].out) == [f"rank {rank} of 3 on cpu: [30, 31, 32] no" for rank in range(3)]
-
-
-def test_a_function_of_a_cell_is_carried_to_new_processes(shown: dict[str, _Shown]) -> None:
-    assert shown["without fork"].error == ""
-    assert _lines(shown["without fork"].out) == [f"rank {rank} of 2 on cpu: [40, 41] no" for rank in range(2)]
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", _ERRORS)
+def test_an_error_in_the_cell_says_what_and_what_to_do(cell: str, shown: dict[str, _Shown]) -> None:
+    begin, *parts = _ERRORS[cell]
+    assert shown[cell].error.startswith(begin)
+    assert all(part in shown[cell].error for part in parts)
 
 
 @pytest.mark.parametrize(("is_used", "method"), [(False, "fork"), (True, "spawn")])
@@ -246,43 +258,14 @@ def test_what_cannot_be_carried_to_new_processes_is_named(monkeypatch: pytest.Mo
         debug_launcher(print)
 
 
-def test_it_trains_after_a_backward_in_the_kernel(shown: dict[str, _Shown]) -> None:
-    assert shown["autograd"].error == shown["after autograd"].error == ""
-    assert _lines(shown["after autograd"].out) == ["learned 2", "threads 1", "threads 1"]
-
-
 def test_more_threads_are_left_out_with_one_warning(shown: dict[str, _Shown]) -> None:
     assert shown["after autograd"].err.count("torch.set_num_threads(2) is ignored") == 1
 
 
-def test_the_rank_that_failed_is_named_with_its_traceback(shown: dict[str, _Shown]) -> None:
-    error = shown["failing"].error
-    assert error.startswith("LaunchError: rank 1 failed first: ValueError: bad sample 17")
-    assert "Traceback (most recent call last):" in error
-    assert "in fail_on_one" in error
-
-
-def test_all_that_the_ranks_print_is_shown_in_the_cell(shown: dict[str, _Shown]) -> None:
-    assert _lines(shown["all streams"].out) == ["from a command", "from a command"]
-    assert _lines(shown["all streams"].err) == ["an error line", "an error line"]
-
-
-def test_one_process_is_the_kernel_itself(shown: dict[str, _Shown]) -> None:
-    assert shown["alone"] == _Shown("True bf16\nTrue\n", "", "")
-
-
-def test_a_wrong_precision_names_the_choices(shown: dict[str, _Shown]) -> None:
-    assert shown["wrong precision"].error.startswith("ConfigError: mixed_precision='bf17' is not one of no, fp16, bf16")
-
-
 def test_interrupting_the_cell_stops_the_ranks(shown: dict[str, _Shown]) -> None:
-    assert _lines(shown["interrupted"].out) == ["waiting", "waiting"]
+    assert shown["interrupted"].out.splitlines() == ["waiting", "waiting"]
     assert shown["interrupted"].error.startswith("KeyboardInterrupt")
     assert shown["left over"].out == "[]\n"
-
-
-def test_a_kernel_in_a_process_group_is_refused(shown: dict[str, _Shown]) -> None:
-    assert "this kernel has initialized a process group" in shown["group"].error
 
 
 _STUCK = """

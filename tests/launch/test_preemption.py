@@ -8,10 +8,8 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
-from unittest import mock
 
 import pytest
 import torch
@@ -98,8 +96,7 @@ def start(
 
 
 def run_without_launcher(directory: str, folder: str, epochs: int) -> None:
-    with mock.patch.object(sys, "argv", ["train.py", folder, str(epochs), "0.0"]):
-        run_program(f"{directory}/train.py", directory)
+    run_program(f"{directory}/train.py", directory, arguments=[folder, str(epochs), "0.0"])
 
 
 def wait_until_ready(command: Command, folder: str, process: subprocess.Popen[str], ranks: int) -> None:

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import csv
 import io
-import os
 import re
 import runpy
 import subprocess
@@ -17,6 +16,7 @@ from unittest import mock
 import pytest
 
 from tests.harness import run_on_ranks
+from tests.launch.programs import run_program
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 REVIEWS = EXAMPLES / "data" / "reviews" / "reviews.csv"
@@ -25,15 +25,7 @@ GOOD, BAD = "好评", "差评"
 
 def _run(script: str, folder: str, *arguments: str) -> str:
     """Run an example as a program in this process, and return what it prints; torchrun's variables are set."""
-    printed, before = io.StringIO(), os.getcwd()
-    os.chdir(folder)
-    try:
-        with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]), contextlib.redirect_stdout(printed):
-            with mock.patch.object(sys, "argv", [script, *arguments]):
-                runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    finally:
-        os.chdir(before)
-    return printed.getvalue()
+    return run_program(str(EXAMPLES / script), folder, arguments=arguments)
 
 
 def _accuracies(printed: str) -> list[float]:

@@ -30,20 +30,6 @@ train()
 print(f"rank {rank} has trained in attempt {attempt}", flush=True)
 dist.destroy_process_group()
 """
-DDP = """
-import sys, time
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-rank, bad = dist.get_rank(), int(sys.argv[1])
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(5 if rank == bad else 8):
-    optimizer.zero_grad()
-    model(torch.ones(4, 8)).sum().backward()
-    optimizer.step()
-dist.barrier()
-"""
 ACCELERATOR = """
 import sys, time
 import torch
@@ -132,29 +118,6 @@ def test_a_rank_that_does_not_come_stops_the_run_but_not_while_it_says_that_it_i
 
 
 @pytest.mark.soak
-def test_ranks_with_unlike_shapes_are_both_shown_with_their_lines(command: Command) -> None:
-    result = stall(command, RAW, "dist.all_reduce(torch.ones(9))", args=("1",))
-    assert result.code != 0
-    text = report(result)
-    assert text.startswith("echelon: different shapes: the ranks use different shapes: ")
-    assert re.search(r"rank 0: in all_reduce number 5 of float\[4\]; " + at(command, "dist.all_reduce(x)"), text)
-    assert re.search(r"rank 1: in all_reduce number 5 of float\[9\]; " + at(command, "torch.ones(9)"), text)
-    assert "gloo aborted rank" in text
-    assert "where: ranks 0-1 of 2" in text
-
-
-@pytest.mark.soak  # tests/unit/diagnose/test_stall.py has the verdict
-def test_uneven_data_is_told_from_a_wrong_call(command: Command) -> None:
-    result = stall(command, DDP, "", "--on_stall=stop", args=("0",))
-    text = report(result)
-    assert re.search(
-        r"uneven data\)?: rank 0 has left the training loop \(\S*train\.py:9\), but rank 1 is still training", text
-    )
-    assert re.search(r"rank 0: in barrier number \d+; " + at(command, "dist.barrier()"), text)
-    assert re.search(r"rank 1: in all_reduce number \d+ of float\[72\]; " + at(command, "backward()"), text)
-
-
-@pytest.mark.soak
 def test_a_gather_on_the_main_process_is_not_uneven_data(command: Command) -> None:
     fault = "accelerator.gather(x.mean())"
     result = stall(command, ACCELERATOR, fault, "--on_stall=stop", args=("0", "0"))
@@ -163,12 +126,3 @@ def test_a_gather_on_the_main_process_is_not_uneven_data(command: Command) -> No
     assert "but rank 1 does not: it is in a forward or backward pass" in text
     assert re.search(r"rank 0: in gather of float32\[\]; [^;]*; " + at(command, fault), text)
     assert "`if accelerator.is_main_process:`" in text
-
-
-@pytest.mark.soak
-def test_native_code_that_holds_the_interpreter_is_named(command: Command) -> None:
-    result = stall(command, RAW, "ctypes.PyDLL(None).sleep(1000)", "--on_stall=stop", args=("1",))
-    assert result.code == 124
-    text = report(result)
-    assert text.startswith("echelon: stall (a rank that does not answer): rank 1 is blocked by native code")
-    assert re.search(r"rank 1: silent; " + at(command, "sleep(1000)"), text)

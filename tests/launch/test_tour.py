@@ -20,7 +20,7 @@ import pytest
 
 from tests.harness import run_on_ranks
 from tests.launch.conftest import Command
-from tests.launch.programs import run_program
+from tests.launch.programs import check_lines, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "docs" / "tour.md", ROOT / "docs" / "tour.zh.md"]
@@ -96,7 +96,7 @@ class Reader:
         for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
             line, *expected = part.splitlines()
             outputs.append(start(line))
-            _check_lines(outputs[-1], expected)
+            check_lines(outputs[-1], expected)
             assert all(float(percent) > 80 for percent in ACCURACY.findall(outputs[-1])), outputs[-1]
         assert outputs
         return outputs
@@ -115,16 +115,6 @@ class Reader:
         environ = {"ECHELON_PARITY": "exact"} if "--parity exact" in line else {}
         script = line.split()[-1]
         return run_on_ranks(run_program, script, str(self.folder), environ, world_size=world_size, init_group=False)[0]
-
-
-def _check_lines(output: str, expected: list[str]) -> None:
-    """Numbers may differ: the page's are those of all images."""
-    rest = output.splitlines()
-    for line in filter(None, expected):
-        pattern = re.compile(re.sub(r"\d+(?:\\?\.\d+)?", r"[\\d.]+", re.escape(line)))
-        places = [place for place, printed in enumerate(rest) if pattern.fullmatch(printed.rstrip())]
-        assert places, f"the page says {line!r}, and the program prints\n{output}"
-        rest = rest[places[0] + 1 :]
 
 
 def _stopped_at_its_first_checkpoint(script: str, folder: str) -> None:

@@ -64,7 +64,7 @@ EXPECTED: dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]] = {
 # The tests of the correct behavior that do not need accelerate.
 TESTS = {
     "01_launch_cpu": "launch/test_launch.py::test_every_process_asked_for_runs",
-    "02_notebook_precision": "launch/test_notebook.py::test_it_runs_twice_in_one_kernel_and_mixed_precision_has_effect",
+    "02_notebook_precision": "launch/test_notebook.py::test_what_the_ranks_print_is_shown_in_the_cell",
     "03_join_uneven_inputs": "ranks/engines/test_engine_contract.py::test_the_engine_contract",
     "04_two_accelerators": "ranks/accelerator/test_process.py::test_two_accelerators_have_separate_settings_and_windows",
     "05_break": "ranks/accelerator/test_data_loaders.py::test_the_last_batch_is_detected_and_an_aborted_pass_is_forgotten",
