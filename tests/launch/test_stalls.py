@@ -118,6 +118,18 @@ def test_a_rank_that_does_not_come_stops_the_run_but_not_while_it_says_that_it_i
 
 
 @pytest.mark.soak
+def test_ranks_with_unlike_shapes_are_both_shown_with_their_lines(command: Command) -> None:
+    result = stall(command, RAW, "dist.all_reduce(torch.ones(9))", args=("1",))
+    assert result.code != 0
+    text = report(result)
+    assert text.startswith("echelon: different shapes: the ranks use different shapes: ")
+    assert re.search(r"rank 0: in all_reduce number 5 of float\[4\]; " + at(command, "dist.all_reduce(x)"), text)
+    assert re.search(r"rank 1: in all_reduce number 5 of float\[9\]; " + at(command, "torch.ones(9)"), text)
+    assert "gloo aborted rank" in text
+    assert "where: ranks 0-1 of 2" in text
+
+
+@pytest.mark.soak
 def test_a_gather_on_the_main_process_is_not_uneven_data(command: Command) -> None:
     fault = "accelerator.gather(x.mean())"
     result = stall(command, ACCELERATOR, fault, "--on_stall=stop", args=("0", "0"))
