@@ -110,9 +110,13 @@ def break_down_time(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int
     is_recorded = any(one.times is not None and one.times.begun_ns for attempt in attempts for one in attempt.ranks)
     edge = began_ns
     for attempt, kept in zip(attempts, _kept_up_to(attempts)):
+        # A rank without this mark died or was stopped after other ranks had started to save, or nobody saved.
+        unmarked = None if kept is None or attempt.has_mark(kept) else [0] * len(StepPart)
         before = "init" if edge == began_ns else "restart"
         for one in attempt.ranks:
-            for item, ns in _row(attempt, one, kept, edge=edge, before=before, is_recorded=is_recorded).items():
+            # The time that the rank had spent in each part when the lost work started; None if no work was lost.
+            lost_from = next((mark.spent_ns for mark in reversed(one.marks) if mark.step == kept), unmarked)
+            for item, ns in _row(attempt, one, lost_from, edge=edge, before=before, is_recorded=is_recorded).items():
                 totals[item] += ns / len(attempt.ranks)
         totals["detection"] += attempt.noticed_ns - attempt.failed_ns
         edge = attempt.noticed_ns
@@ -125,7 +129,13 @@ def break_down_time(attempts: Sequence[Attempt], *, began_ns: int, ended_ns: int
 
 
 def _row(
-    attempt: Attempt, one: RankTimes, kept: int | None, *, edge: int, before: str, is_recorded: bool
+    attempt: Attempt,
+    one: RankTimes,
+    lost_from: Sequence[int] | None,
+    *,
+    edge: int,
+    before: str,
+    is_recorded: bool,
 ) -> dict[str, float]:
     """Return the nanoseconds that a rank spent on each item, from ``edge`` to the failure."""
     row = dict.fromkeys(ITEMS, 0.0)
@@ -136,7 +146,6 @@ def _row(
         return row
     row[before] = one.times.begun_ns - edge
     row["end"] = failed_ns - one.times.begun_ns - sum(spent)
-    lost_from = _lost_from(attempt, one, kept)
     for part, ns in zip(StepPart, spent):
         lost = 0 if lost_from is None or part is StepPart.CHECKPOINT else max(0, ns - lost_from[part])
         row[_ITEM_OF[part]] += ns - lost
@@ -172,13 +181,3 @@ def _kept_up_to(attempts: Sequence[Attempt]) -> list[int | None]:
         if attempt.loaded is not None and (need is None or attempt.has_mark(need)):
             need = attempt.loaded
     return kept[::-1]
-
-
-def _lost_from(attempt: Attempt, one: RankTimes, kept: int | None) -> Sequence[int] | None:
-    """Return the time the rank had spent in each part when the lost work started, or None if no work was lost."""
-    if kept is None:
-        return None
-    if not attempt.has_mark(kept):
-        return [0] * len(StepPart)
-    # A rank without this mark died or was stopped after other ranks had started to save.
-    return next((mark.spent_ns for mark in reversed(one.marks) if mark.step == kept), None)

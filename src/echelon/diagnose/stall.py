@@ -31,6 +31,8 @@ _PARTS = MappingProxyType(
     }
 )
 _PhaseKey: TypeAlias = tuple[str, int]
+_AWAY = "away"
+"""The suspicion against a rank that makes no progress outside of waits; it counts only while another rank waits."""
 LONG_FACTOR = 10
 """Default limit for a declared slow phase, as a multiple of the stall timeout."""
 
@@ -224,7 +226,10 @@ class StallClock:
             self._track_phase(view, now)
         if any(self.declared(view, now) and not _has_ended(view) for view in running):
             self._excused = now
-        return frozenset((reason, view.rank) for view in running for reason in self._suspicions(view, running, now))
+        found = [(reason, view.rank) for view in running for reason in self._suspicions(view, now)]
+        if any(reason == _AWAY for reason, _ in found) and not self._has_waited_too_long(running, now):
+            found = [suspicion for suspicion in found if suspicion[0] != _AWAY]
+        return frozenset(found)
 
     def _track_phase(self, view: RankView, now: float) -> None:
         if not self.declared(view, now):
@@ -239,7 +244,7 @@ class StallClock:
                 del phases[phase]
         phases.setdefault(_phase_of(view), now)
 
-    def _suspicions(self, view: RankView, running: Sequence[RankView], now: float) -> list[str]:
+    def _suspicions(self, view: RankView, now: float) -> list[str]:
         if self.overdue(view, now):
             return ["too long"]
         if self.declared(view, now):
@@ -253,8 +258,12 @@ class StallClock:
             return ["silent"]
         if view.waits:
             return ["waits", "waits long"] if stalled_s >= self.long_timeout_s else ["waits"]
-        others = (other for other in running if other.waits and not self._is_away(other, now))
-        return ["away"] if any(now - self._last_progress[o.rank].time >= self._timeout_s for o in others) else []
+        return [_AWAY]
+
+    def _has_waited_too_long(self, running: Sequence[RankView], now: float) -> bool:
+        """Return whether a rank has waited for others for the whole timeout, so that a rank outside a wait is missed."""
+        waiting = (view for view in running if view.waits and not self._is_away(view, now))
+        return any(now - self._last_progress[view.rank].time >= self._timeout_s for view in waiting)
 
     def stalled_s(self, view: RankView, now: float) -> float:
         """Return for how many seconds the rank has made no progress, excluding waits for a rank in a declared phase."""
@@ -500,7 +509,8 @@ def _without_histories(
     if len(by_line) == 1:
         what = f"{name_ranks(names)} wait for each other at the same line"
         return stall(Class.UNKNOWN, (), what, "check the network between the ranks, and read the stacks")
-    largest = max(by_line.values(), key=len)
+    most = max(by_line.values(), key=len)
+    largest = frozenset(most)
     culprits = [rank for rank in names if rank not in largest] if 2 * len(largest) > len(names) else []
     what = (
         f"the ranks wait at different lines: {', '.join(f'{name_ranks(r)} at {line}' for line, r in by_line.items())}"

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
+from echelon.diagnose.goodput import RankTimes
 from echelon.launch.failures.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
 from echelon.launch.generation import ANSWER_S, Generation, NodeMember, RendezvousStore
 from echelon.launch.interrupts import Interrupted, Interrupts
@@ -33,6 +34,7 @@ from echelon.launch.multinode.channel import (
     OnMessage,
     OnRequest,
     Peer,
+    Receiver,
     clock_offset_ns,
 )
 from echelon.launch.multinode.messages import decode
@@ -41,6 +43,7 @@ from echelon.launch.multinode.roster import (
     RendezvousTimes,
     describe_missing,
     in_rank_order,
+    join_names,
     name_of,
     node_range_text,
     refusal,
@@ -161,6 +164,7 @@ class Coordinator:
         if not self._is_alone:
             self._goodput = GoodputRecorder(rules.directory / ALL_MACHINES_FILE, began_ns=rules.began_ns)
         self._connections: ConnectionListener | None = None
+        self._receiver: Receiver | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="echelon-coordinator")
         self._thread.start()
 
@@ -168,14 +172,16 @@ class Coordinator:
         """Let the launchers that know ``token`` join through ``listener``, a bound socket."""
         from echelon.launch.multinode.connections import ConnectionListener  # noqa: PLC0415 - imports asyncio
 
+        self._receiver = Receiver(self.times.heartbeat.total_seconds())
         self._connections = ConnectionListener(listener, token, on_node=self._on_node, port_of=self._port_of)
 
     def close(self, reason: str, code: int) -> GoodputReport | None:
         """End the run for ``reason`` if it is still running, notify the nodes, and return the goodput of several machines."""
         self._events.put(("close", code, reason, {}))
         self._thread.join()
-        if self._connections is not None:
+        if self._connections is not None and self._receiver is not None:
             self._connections.close()
+            self._receiver.close()
         return None if self._goodput is None else replace(self._goodput.finish(), machines=self._machines)
 
     # Methods that other threads call.
@@ -211,11 +217,11 @@ class Coordinator:
             on_message=lambda kind, content: self._events.put(("message", member[0], kind, content)),
             on_request=lambda kind, content: None,
             on_lost=lambda reason: self._events.put(("lost", member[0], reason, {})),
-            heartbeat_s=self.times.heartbeat.total_seconds(),
         )
         member.append(NodeMember(peer, address))
         self._events.put(("new", member[0], "", {}))
-        peer.start()
+        assert self._receiver is not None
+        self._receiver.add(peer)
 
     def _port_of(self, number: int) -> int | None:
         generation = self._generation
@@ -232,6 +238,7 @@ class Coordinator:
             raise
 
     def _handle_events(self) -> None:
+        polled_at = 0.0
         while True:
             try:
                 event, subject, text, content = self._events.get(timeout=_TICK_S)
@@ -250,7 +257,11 @@ class Coordinator:
                 deadline = self._goodbye_deadline
                 if deadline is not None and (not self._members or time.monotonic() > deadline):
                     break
-            elif self._generation is None:
+                continue
+            if not self._events.empty() and time.monotonic() - polled_at < _TICK_S:
+                continue  # a poll looks at all machines; it must not follow each of a thousand messages
+            polled_at = time.monotonic()
+            if self._generation is None:
                 self._poll_rendezvous()
             else:
                 self._poll_generation(self._generation)
@@ -259,7 +270,8 @@ class Coordinator:
 
     def _close(self, reason: str, code: int) -> None:
         if self._end_of_run is None and self._generation is not None:
-            self._record_times(self._generation)
+            times = self._request_times(self._generation)
+            self._record_times(times(), failed_ns=None, noticed_ns=time.monotonic_ns())
         for member in [member for member in self._members if self._is_own(member)]:
             self._drop(member)  # it sends no more messages
         if self._end_of_run is None:
@@ -316,6 +328,7 @@ class Coordinator:
             member.peer.set_timeout(self.times.lost_after.total_seconds())
         elif kind == "codes" and generation is not None and content["generation"] == generation.number:
             member.codes = content["codes"]
+            member.has_exits = any(code is not None for code in member.codes.values())
         elif kind == "preempt":
             member.requester = content["requester"]
         elif kind == "leave" and self._is_own(member):
@@ -409,16 +422,18 @@ class Coordinator:
         # Connected nodes that are not waiting yet are importing torch.
         here = [member.info for member in self._members if member.info is not None]
         limit_s = self.times.join_timeout.total_seconds() + (START_S if len(here) >= self._min_nodes else 0.0)
-        missing = describe_missing(here, min_nodes=self._min_nodes, max_nodes=self._max_nodes)
         if waited_s > limit_s:
-            self._abandon_rendezvous(missing, waited_s)
+            self._abandon_rendezvous(self._describe_missing(here), waited_s)
         elif waited_s > _MISSING_AFTER_S * (2**self._num_missing_reports) and len(here) < self._min_nodes:
             self._num_missing_reports += 1
             refused = 0 if self._connections is None else self._connections.num_refused
             hint = f"; {refused} connection{'s' if refused > 1 else ''} failed token authentication" if refused else ""
-            text = f"still waiting after {waited_s:.0f} s: {missing}{hint}"
+            text = f"still waiting after {waited_s:.0f} s: {self._describe_missing(here)}{hint}"
             _print(text)
             self._tell(self._members, text)
+
+    def _describe_missing(self, here: Sequence[NodeInfo]) -> str:
+        return describe_missing(here, min_nodes=self._min_nodes, max_nodes=self._max_nodes)
 
     def _abandon_rendezvous(self, missing: str, waited_s: float) -> None:
         timeout = f"--rdzv_conf join_timeout={self.times.join_timeout.total_seconds():g}"
@@ -443,7 +458,7 @@ class Coordinator:
         self._num_generations += 1
         first_rank = 0
         for member, info in zip(members, infos):
-            member.is_waiting, member.requester, member.codes = False, "", {}
+            member.is_waiting, member.requester, member.codes, member.has_exits = False, "", {}, False
             member.ranks = range(first_rank, first_rank + info.num_processes)
             first_rank = member.ranks.stop
         if not self._is_alone:
@@ -464,7 +479,7 @@ class Coordinator:
             self._goodput.start_attempt()
         world_size = generation.world_size
         if not self._is_alone and (number or len(members) > 1):
-            names = ", ".join(member.name for member in members)
+            names = join_names([member.name for member in members])
             _print(f"generation {number}: {world_size} ranks on {len(members)} machines: {names}")
         for group_rank, member in enumerate(members):
             member.peer.send(
@@ -487,7 +502,8 @@ class Coordinator:
         return self._num_restarts < self._rules.max_restarts
 
     def _poll_generation(self, generation: Generation) -> None:
-        codes = [code for member in generation.members for code in member.codes.values()]
+        # While all ranks run, this looks once at each machine, not at each rank.
+        codes = [code for member in generation.members if member.has_exits for code in member.codes.values()]
         barrier = generation.barrier
         if any(code not in (None, 0) and not (barrier and code == EXIT_CODE) for code in codes):
             self._handle_failure(generation)
@@ -645,7 +661,7 @@ class Coordinator:
         assert generation is not None
         noticed_ns = time.monotonic_ns() if noticed_ns is None else noticed_ns
         here = [member for member in generation.members if member in self._members]
-        self._record_times(replace(generation, members=here), failed_ns=failed_ns, noticed_ns=noticed_ns)
+        read_times = self._request_times(replace(generation, members=here))  # before the ranks are stopped
         # Drop the references to the generation, so that its store closes now.
         generation.supervisor = generation.barrier = None
         self._generation = None
@@ -664,16 +680,16 @@ class Coordinator:
                 failed_ns=None if failed_ns is None else failed_ns - member.offset_ns,
                 noticed_ns=noticed_ns - member.offset_ns,
             )
+        self._record_times(read_times(), failed_ns=failed_ns, noticed_ns=noticed_ns)
         if then != "restart":
             self._finish(then, code)
 
-    def _record_times(
-        self, generation: Generation, *, failed_ns: int | None = None, noticed_ns: int | None = None
-    ) -> None:
-        if self._goodput is None:
-            return
-        noticed_ns = time.monotonic_ns() if noticed_ns is None else noticed_ns
-        if times := generation.times():
+    def _request_times(self, generation: Generation) -> Callable[[], list[RankTimes]]:
+        """Ask for the times of the ranks, for the goodput of several machines; return a function that reads the answers."""
+        return list if self._goodput is None else generation.request_times()
+
+    def _record_times(self, times: Sequence[RankTimes], *, failed_ns: int | None, noticed_ns: int) -> None:
+        if self._goodput is not None and times:
             self._goodput.end_attempt(times, failed_ns=failed_ns, noticed_ns=noticed_ns)
 
     def _finish(self, then: Then = "stop", code: int = 1) -> None:

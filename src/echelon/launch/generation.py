@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, final
@@ -53,6 +54,8 @@ class NodeMember:
     """This member's ranks in this generation."""
     codes: dict[int, int | None] = field(default_factory=dict)
     """Exit codes of this member's ranks in this generation."""
+    has_exits: bool = False
+    """Whether one of them has exited."""
     requester: str = ""
     """Description of the requester if this member must save and exit, otherwise empty."""
 
@@ -116,20 +119,25 @@ class Generation:
         answers = self.request_stacks()
         return [replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in self.ends()]
 
-    def times(self) -> list[RankTimes]:
-        """Return the times of the ranks on all nodes that answer, sorted by rank."""
-        found = []
-        for member, times_of_ranks in self._request("times", partial(decode, list[RankTimes])):
-            for one in times_of_ranks:
-                times = one.times
-                if times is not None and times.begun_ns:
-                    times = times.shifted(member.offset_ns)
-                found.append(replace(one, times=times, ended_ns=_shifted(one.ended_ns, member)))
-        return sorted(found, key=lambda one: one.rank)
+    def request_times(self) -> Callable[[], list[RankTimes]]:
+        """Ask all nodes for the times of their ranks, and return a function that reads the answers.
+
+        The ranks may be stopped once this has returned. Reading takes longer than asking where there are thousands of ranks.
+        """
+        answers = self._request("times", list)
+
+        def read() -> list[RankTimes]:
+            found = []
+            for member, data in answers:
+                with suppress(ValueError):
+                    found += [_on_this_clock(one, member) for one in decode(list[RankTimes], data)]
+            return sorted(found, key=lambda one: one.rank)
+
+        return read
 
     def is_answered_by_all(self, timeout_s: float) -> bool:
         """Return whether all members answer within ``timeout_s``."""
-        return len(self._request("views", bool, timeout_s=timeout_s)) == len(self.members)
+        return len(self._request("clock", int, timeout_s=timeout_s)) == len(self.members)
 
     def views(self) -> list[RankView]:
         """Return each rank's current state."""
@@ -144,7 +152,8 @@ class Generation:
 
     def last_step(self) -> int | None:
         """Return the last optimizer step that a rank has finished, or None if no rank has recorded one."""
-        return max((view.note.step for view in self.views() if view.note is not None), default=None)
+        answers = self._request("steps", partial(decode, list[int]))
+        return max((step for _, steps in answers for step in steps), default=None)
 
     def request_stacks(self) -> dict[int, Answer]:
         """Ask the running ranks for their stacks."""
@@ -191,6 +200,13 @@ class Generation:
             except (ConnectionLost, ValueError, TypeError):
                 continue  # on_lost reports a lost connection
         return answers
+
+
+def _on_this_clock(one: RankTimes, member: NodeMember) -> RankTimes:
+    times = one.times
+    if times is not None and times.begun_ns:
+        times = times.shifted(member.offset_ns)
+    return replace(one, times=times, ended_ns=_shifted(one.ended_ns, member))
 
 
 def _shifted(time_ns: int | None, member: NodeMember) -> int | None:

@@ -348,6 +348,9 @@ class Node:
             raise LaunchError("no rank is running")
         if kind == "views":
             return encode(ranks.views())
+        if kind == "steps":
+            notes = [attempt.board.note(index) for index in range(len(attempt.numbers))]
+            return [note.step for note in notes if note is not None]
         if kind == "stacks":
             return encode(ranks.request_stacks())
         if kind == "stack":

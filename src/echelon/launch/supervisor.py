@@ -21,6 +21,8 @@ STALLED = 124
 OnStall: TypeAlias = Literal["report", "restart", "stop"]
 
 _POLL_EVERY_S = 0.5
+_MAX_RANKS_PER_S = 1000
+"""How many ranks' states are read each second at most, because the launcher of a large run must not use a whole core."""
 _REQUEST_EVERY_S = 3.0
 """Minimum interval between requests for stacks."""
 
@@ -98,8 +100,9 @@ class Supervisor:
         now = self._now()
         if now < self._next_poll or not self._rules.timeout:
             return None
-        self._next_poll = now + _POLL_EVERY_S
-        suspicions = self._clock.update(self._ranks.views(), now)
+        views = self._ranks.views()
+        self._next_poll = now + max(_POLL_EVERY_S, len(views) / _MAX_RANKS_PER_S)
+        suspicions = self._clock.update(views, now)
         if not suspicions:
             self._reported.clear()  # after progress, the same stall is reported again
             return None

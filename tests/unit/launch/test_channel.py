@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from echelon.launch.multinode import channel
-from echelon.launch.multinode.channel import ConnectionLost, Peer, clock_offset_ns
+from echelon.launch.multinode.channel import ConnectionLost, Peer, Receiver, clock_offset_ns
 
 _LIMIT_S = 60.0
 
 
-def peers(
-    on_message: Callable[[str, Mapping[str, Any]], None], heartbeat_s: float, silent_s: float
-) -> tuple[Peer, Peer, list[str]]:
+def peers(on_message: Callable[[str, Mapping[str, Any]], None], silent_s: float) -> tuple[Peer, Peer, list[str]]:
     one, other = socket.socketpair()
     lost: list[str] = []
     found = []
@@ -32,18 +30,24 @@ def peers(
                     time.monotonic_ns() + 10**9 if kind == "clock" else 1 // content["zero"]
                 ),
                 on_lost=lost.append,
-                heartbeat_s=heartbeat_s,
             )
         )
     return found[0], found[1], lost
 
 
+def serve(*peers: Peer) -> None:
+    receiver = Receiver(0.05)
+    for peer in peers:
+        receiver.add(peer)
+    receiver.close()
+
+
 def test_a_peer_receives_messages_and_requests_and_reports_failures() -> None:
     told: list[tuple[str, Mapping[str, Any]]] = []
     came = threading.Event()
-    one, other, lost = peers(lambda kind, content: (told.append((kind, content)), came.set())[0], 0.05, _LIMIT_S)
-    one.start()
-    other.start()
+    one, other, lost = peers(lambda kind, content: (told.append((kind, content)), came.set())[0], _LIMIT_S)
+    serve(one)
+    serve(other)
     one.send("say", text="hello")
     assert came.wait(_LIMIT_S)
     assert told == [("say", {"text": "hello"})]
@@ -57,7 +61,9 @@ def test_a_peer_receives_messages_and_requests_and_reports_failures() -> None:
 
 
 def test_a_closed_peer_is_left_alone() -> None:
-    one, other, lost = peers(lambda kind, content: None, 0.05, _LIMIT_S)
+    one, other, lost = peers(lambda kind, content: None, _LIMIT_S)
+    serve(one)
+    serve(other)
     wait = one.request("say")
     one.close()
     one.close()
@@ -78,10 +84,10 @@ def test_a_flood_of_requests_does_not_start_a_thread_for_each(monkeypatch: pytes
         assert may_answer.wait(_LIMIT_S)
         return True
 
-    one, other, _ = peers(lambda kind, content: None, 0.05, _LIMIT_S)
+    one, other, _ = peers(lambda kind, content: None, _LIMIT_S)
     monkeypatch.setattr(other, "_on_request", answer)
-    one.start()
-    other.start()
+    serve(one)
+    serve(other)
     waits = [one.request("slow") for _ in range(channel._MAX_ANSWERING + 100)]
     for wait in waits[channel._MAX_ANSWERING :]:
         with pytest.raises(ConnectionLost, match="earlier requests are still being answered"):
@@ -95,8 +101,8 @@ def test_a_flood_of_requests_does_not_start_a_thread_for_each(monkeypatch: pytes
 
 
 def test_a_silent_peer_is_reported_as_lost_with_the_reason() -> None:
-    one, other, lost = peers(lambda kind, content: None, 0.05, 0.3)
-    one.start()  # the other never beats
+    one, other, lost = peers(lambda kind, content: None, 0.3)
+    serve(one)  # the other never beats
     deadline = time.monotonic() + _LIMIT_S
     while not lost:
         assert time.monotonic() < deadline
@@ -105,15 +111,16 @@ def test_a_silent_peer_is_reported_as_lost_with_the_reason() -> None:
     with pytest.raises(ConnectionLost):
         one.request("clock")(0.1)
     other.close()
+    serve(other)  # closes its socket
 
 
 def test_a_failing_listener_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(kind: str, content: Mapping[str, Any]) -> None:
         raise BrokenPipeError("nobody reads stderr")
 
-    one, other, lost = peers(fail, 0.05, _LIMIT_S)
-    one.start()
-    other.start()
+    one, other, lost = peers(fail, _LIMIT_S)
+    serve(one)
+    serve(other)
     one.send("say", text="hello")
     deadline = time.monotonic() + _LIMIT_S
     while len(lost) < 2:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from echelon.launch.multinode import connections
+from echelon.launch.multinode import channel, connections
 from echelon.launch.multinode.channel import ConnectionLost
 from echelon.launch.multinode.connections import NODE, STORE, ConnectionListener, ConnectionRefused, Tunnel, connect
 from echelon.launch.multinode.network import listen
@@ -145,6 +145,18 @@ def test_garbage_and_half_open_connections_do_not_lock_others_out(door: Door) ->
         door.wait_for(lambda: bool(door.came))
     for half_open in open_ones:
         half_open.close()
+
+
+def test_a_thousand_machines_may_connect_before_the_first_has_authenticated(door: Door) -> None:
+    with raw(door.port) as first:
+        others = [raw(door.port) for _ in range(1023)]
+        hello = channel.receive_exactly(first, connections._HELLO_BYTES)
+        nonce = hello[len(connections._MAGIC) :]
+        claim = connections._MAGIC + secrets.token_bytes(32) + connections._PURPOSE.pack(NODE, 0)
+        first.sendall(claim + connections._code(TOKEN, b"client", nonce, claim))
+        assert channel.receive_exactly(first, connections._CODE_BYTES)
+        for other in others:
+            other.close()
 
 
 def test_a_silent_client_is_disconnected(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

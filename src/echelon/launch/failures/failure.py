@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
+from functools import lru_cache
 from types import MappingProxyType
+from typing import TypeAlias
 
 from echelon.base.printable import printable
 from echelon.diagnose.stall import Answer, Class, Stall, disagreement, name_ranks
@@ -94,8 +96,12 @@ _COMMUNICATION_TYPE = re.compile(
 
 
 def _is_communication(record: ErrorRecord) -> bool:
-    errors = (f"{record.type}: {record.message}", *record.chain)
-    return any(_COMMUNICATION_TYPE.search(e.partition(": ")[0]) and _COMMUNICATION_TEXT.search(e) for e in errors)
+    return any(map(_is_communication_error, (f"{record.type}: {record.message}", *record.chain)))
+
+
+@lru_cache(maxsize=1024)  # a thousand ranks that lost contact have few different errors
+def _is_communication_error(error: str) -> bool:
+    return bool(_COMMUNICATION_TYPE.search(error.partition(": ")[0]) and _COMMUNICATION_TEXT.search(error))
 
 
 def cause_of(end: RankEnd, ends: Sequence[RankEnd]) -> Cause:
@@ -108,13 +114,21 @@ def cause_of(end: RankEnd, ends: Sequence[RankEnd]) -> Cause:
     return Cause.NONE
 
 
+def _causes_of(ends: Sequence[RankEnd]) -> list[Cause]:
+    """Return the cause of each end."""
+    # Whether another rank lost contact is the same question for all ranks that exited with code 0.
+    exited = next((end for end in ends if end.exit_code == 0), None)
+    cause_of_exits = Cause.NONE if exited is None else cause_of(exited, ends)
+    return [cause_of_exits if end.exit_code == 0 else cause_of(end, ends) for end in ends]
+
+
 def _time_of(end: RankEnd) -> int | None:
     return end.record.time_ns if end.record is not None else end.ended_ns
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     """Return the end of the rank that failed first (lowest cause, then earliest time), or None if no rank failed."""
-    failed = [(cause_of(end, ends), _time_of(end) or 0, end.rank, end) for end in ends]
+    failed = [(cause, _time_of(end) or 0, end.rank, end) for cause, end in zip(_causes_of(ends), ends)]
     failed = [entry for entry in failed if entry[0] is not Cause.NONE]
     return min(failed, key=lambda entry: entry[:3])[3] if failed else None
 
@@ -319,40 +333,37 @@ def _frame_line(frame: Frame) -> str:
 def _others(first: RankEnd, ends: Sequence[RankEnd]) -> str:
     ranks: dict[str, list[int]] = {}
     shown = {end.rank: same[0] for same in _other_errors(first, ends) for end in same}
-    for end in ends:
+    for end, cause in zip(ends, _causes_of(ends)):
         if end.rank != first.rank:
-            ranks.setdefault(_describe_end(shown.get(end.rank, end), first, ends), []).append(end.rank)
+            ranks.setdefault(_describe_end(shown.get(end.rank, end), cause, first), []).append(end.rank)
     return "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
 
 def _other_errors(first: RankEnd, ends: Sequence[RankEnd]) -> list[list[RankEnd]]:
     """Return the ranks that failed by themselves with errors other than the first one, grouped by error, in the order of time."""
-    groups: list[list[RankEnd]] = []
-    for end in sorted(ends, key=lambda end: (_time_of(end) or 0, end.rank)):
-        is_own = end.failed and end.record is not None and cause_of(end, ends) is Cause.OWN
-        if not is_own or end.rank == first.rank or _is_same(end, first):
-            continue
-        group = next((group for group in groups if _is_same(end, group[0])), None)
-        groups.append([end]) if group is None else group.append(end)
-    return groups
+    groups: dict[_ErrorKey | None, list[RankEnd]] = {}
+    own = [end for end, cause in zip(ends, _causes_of(ends)) if cause is Cause.OWN and end.record is not None]
+    for end in sorted(own, key=lambda end: (_time_of(end) or 0, end.rank)):
+        groups.setdefault(_error_key(end), []).append(end)
+    groups.pop(_error_key(first), None)
+    return list(groups.values())
 
 
-def _is_same(end: RankEnd, other: RankEnd) -> bool:
-    """Return whether both ranks raised the same exception in the same line, with texts that differ at most in numbers."""
-    if end.record is None or other.record is None:
-        return False
-    first, second = (
-        (one.type, _NUMBER.sub("#", one.message), [(frame.file, frame.line) for frame in one.frames])
-        for one in (end.record, other.record)
-    )
-    return first == second
+_ErrorKey: TypeAlias = tuple[str, str, tuple[tuple[str, int], ...]]
+
+
+def _error_key(end: RankEnd) -> _ErrorKey | None:
+    """Return what is equal for exceptions of one type in one line whose texts differ at most in numbers; None without a record."""
+    record = end.record
+    if record is None:
+        return None
+    return record.type, _NUMBER.sub("#", record.message), tuple((frame.file, frame.line) for frame in record.frames)
 
 
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
-def _describe_end(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
-    cause = cause_of(end, ends)
+def _describe_end(end: RankEnd, cause: Cause, first: RankEnd) -> str:
     if cause is Cause.COMMUNICATION:
         return "then lost contact"
     if end.exit_code == 0:
@@ -364,7 +375,7 @@ def _describe_end(end: RankEnd, first: RankEnd, ends: Sequence[RankEnd]) -> str:
         f" {timedelta(microseconds=(ended - failed) // 1000).total_seconds():.1f} s later" if failed and ended else ""
     )
     if end.record is not None:
-        if _is_same(end, first):
+        if _error_key(end) == _error_key(first):
             return "failed with the same error"
         text = _shorten(_parts(end.record).what).splitlines()[0][:_MAX_TEXT]
         return f"failed{later} with {end.record.type}" + (f": {text}" if text else "")

@@ -7,6 +7,7 @@ signed nor encrypted, because whoever can change them on their way can also chan
 from __future__ import annotations
 
 import json
+import selectors
 import socket
 import struct
 import threading
@@ -23,6 +24,9 @@ START_S = 180.0
 """How long a side may be silent while it imports torch from a slow disk (the import holds the GIL)."""
 _SIZE = struct.Struct(">I")
 _MAX_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 20
+_CHECK_S = 0.1
+"""Interval at which silent connections are looked for."""
 _MAX_ANSWERING = 32
 """Maximum number of requests that are answered concurrently, so that a flood of requests does not create a thread for each."""
 
@@ -55,14 +59,13 @@ def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
 
 @final
 class Peer:
-    """The other side of a connection.
+    """The other side of a connection, which a ``Receiver`` serves.
 
     Args:
         sock: a connected socket, whose timeout is how long the other side may be silent before it counts as lost.
         on_message: called in the receiving thread with a message's kind and content.
         on_request: called in a separate thread with a request's kind and content; returns the answer.
         on_lost: called once with the reason when the connection is lost.
-        heartbeat_s: seconds between this side's heartbeats.
     """
 
     def __init__(
@@ -72,21 +75,17 @@ class Peer:
         on_message: OnMessage,
         on_request: OnRequest,
         on_lost: Callable[[str], None],
-        heartbeat_s: float,
     ) -> None:
-        self._sock = sock
+        self.sock = sock
         self._on_message, self._on_request, self._on_lost = on_message, on_request, on_lost
-        self._heartbeat_s = heartbeat_s
         self._lock = threading.Lock()
+        self._received = bytearray()
+        """The beginning of the next message."""
+        self._received_at = time.monotonic()
         self._answers: dict[int, Future[Any]] = {}
         self._num_requests = 0
         self._is_closed = threading.Event()
         self._answering = threading.Semaphore(_MAX_ANSWERING)
-
-    def start(self) -> None:
-        """Start the threads that receive messages and send heartbeats."""
-        for work in (self._receive, self._send_heartbeats):
-            threading.Thread(target=work, daemon=True, name=f"echelon-peer{work.__name__}").start()
 
     @property
     def is_lost(self) -> bool:
@@ -96,7 +95,7 @@ class Peer:
     def set_timeout(self, seconds: float) -> None:
         """Set how many seconds of silence count as a lost connection, starting with the next message."""
         with suppress(OSError):  # the receiving thread has closed the connection, and reports it
-            self._sock.settimeout(seconds)
+            self.sock.settimeout(seconds)
 
     def send(self, kind: str, **content: Any) -> None:
         """Send a message; does nothing if the connection is lost, because ``on_lost`` reports it."""
@@ -130,16 +129,24 @@ class Peer:
         return wait
 
     def _send(self, message: Any) -> None:
-        text = json.dumps(message, separators=(",", ":")).encode()
+        frame = _framed(message)
         with self._lock, suppress(OSError):  # the receiving thread detects a lost connection
-            self._sock.sendall(_SIZE.pack(len(text)) + text)
+            self.sock.sendall(frame)
+
+    def send_heartbeat(self) -> None:
+        """Show that this side is alive. While a message is sent, that one shows it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                with suppress(OSError):  # the receiving thread detects a lost connection
+                    self.sock.sendall(_HEARTBEAT)
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Close the connection without calling ``on_lost``."""
         self._is_closed.set()
         with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # ends a receive
-        self._sock.close()
+            self.sock.shutdown(socket.SHUT_RDWR)  # wakes the receiving thread, which closes the socket
         self._fail_requests()
 
     def _fail_requests(self) -> None:
@@ -147,22 +154,38 @@ class Peer:
             with suppress(InvalidStateError):  # it has been answered, or another thread closes the connection, too
                 answer.set_result({"failed": ""})
 
-    def _send_heartbeats(self) -> None:
-        while not self._is_closed.wait(self._heartbeat_s):
-            self._send({"kind": "heartbeat"})
-
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Handle what has arrived."""
         try:
-            while True:
-                (size,) = _SIZE.unpack(receive_exactly(self._sock, _SIZE.size))
+            data = self.sock.recv(_CHUNK_BYTES)
+            if not data:
+                raise ConnectionLost("the other side closed the connection")
+            self._received_at = time.monotonic()
+            self._received += data
+            while len(self._received) >= _SIZE.size:
+                (size,) = _SIZE.unpack_from(self._received)
                 if size > _MAX_BYTES:
                     raise ChannelError(f"received a message of {size} bytes, above the limit")
-                self._handle(json.loads(receive_exactly(self._sock, size)))
-        except Exception as error:  # noqa: BLE001 - after any error this thread ends, and on_lost must be called
-            was_closed = self.is_lost
-            self.close()
-            if not was_closed:
-                self._on_lost(str(error))
+                end = _SIZE.size + size
+                if len(self._received) < end:
+                    break
+                text = bytes(self._received[_SIZE.size : end])
+                del self._received[:end]
+                self._handle(json.loads(text))
+        except Exception as error:  # noqa: BLE001 - after any error the connection is lost, and on_lost must be called
+            self._lose(str(error))
+
+    def check_silence(self) -> None:
+        """Close the connection if the other side has been silent for too long."""
+        timeout_s = self.sock.gettimeout()
+        if timeout_s is not None and time.monotonic() - self._received_at > timeout_s:
+            self._lose("no answer")
+
+    def _lose(self, reason: str) -> None:
+        was_closed = self.is_lost
+        self.close()
+        if not was_closed:
+            self._on_lost(reason)
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind, content = str(message["kind"]), message.get("content", {})
@@ -190,6 +213,67 @@ class Peer:
         finally:
             self._answering.release()
         self._send(message)
+
+
+@final
+class Receiver:
+    """Two threads that serve all connections of a process: one receives their messages, the other sends their heartbeats.
+
+    Args:
+        heartbeat_s: seconds between this side's heartbeats.
+    """
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[Peer, None] = {}
+        self._is_closing = False
+        self._has_ended = threading.Event()
+        for work in (self._receive, self._send_heartbeats):
+            threading.Thread(target=work, daemon=True, name=f"echelon-peers{work.__name__}").start()
+
+    def add(self, peer: Peer) -> None:
+        """Serve ``peer`` until its connection is lost or closed."""
+        self._peers[peer] = None
+        self._selector.register(peer.sock, selectors.EVENT_READ, peer)
+
+    def close(self) -> None:
+        """Serve no more connections, and end the threads when those that are left have been closed."""
+        self._is_closing = True
+
+    def _receive(self) -> None:
+        checked_at = time.monotonic()
+        while self._peers or not self._is_closing:
+            for key, _ in self._selector.select(_CHECK_S):
+                key.data.receive()
+                if key.data.is_lost:
+                    self._remove(key.data)
+            if time.monotonic() - checked_at >= _CHECK_S:
+                checked_at = time.monotonic()
+                # After a pause of this process, what has arrived during it is not read yet.
+                arrived = {key.data for key, _ in self._selector.select(0)}
+                for peer in self._peers.keys() - arrived:
+                    peer.check_silence()
+        self._has_ended.set()
+        self._selector.close()
+
+    def _remove(self, peer: Peer) -> None:
+        del self._peers[peer]
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+
+    def _send_heartbeats(self) -> None:
+        while not self._has_ended.wait(self._heartbeat_s):
+            for peer in list(self._peers):
+                peer.send_heartbeat()
+
+
+def _framed(message: Any) -> bytes:
+    text = json.dumps(message, separators=(",", ":")).encode()
+    return _SIZE.pack(len(text)) + text
+
+
+_HEARTBEAT = _framed({"kind": "heartbeat"})
 
 
 @final

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import resource
 import secrets
 import socket
 import struct
@@ -33,7 +34,9 @@ _NONCE_BYTES = _CODE_BYTES = 32
 _PURPOSE = struct.Struct(">cI")
 _HELLO_BYTES = len(_MAGIC) + _NONCE_BYTES
 _CLAIM_BYTES = len(_MAGIC) + _NONCE_BYTES + _PURPOSE.size + _CODE_BYTES
-_MAX_PENDING = 256
+_MAX_PENDING = 8192
+"""Maximum number of connections that have not authenticated yet; all ranks of a large run connect to the store at once."""
+_MAX_FILES = 65536
 _AUTHENTICATE_S = 10.0
 _RETRY_S = 0.05
 _CHUNK_BYTES = 1 << 16
@@ -187,6 +190,7 @@ class ConnectionListener:
         port_of: Callable[[int], int | None],
     ) -> None:
         self._token, self._on_node, self._port_of = token, on_node, port_of
+        self._max_pending = min(_MAX_PENDING, _raise_limit_on_files() // 4)
         self._pending: dict[asyncio.Task[Any], None] = {}
         self.num_refused = 0
         """Number of connections that have failed to authenticate."""
@@ -199,7 +203,7 @@ class ConnectionListener:
     async def _serve(self, sock: socket.socket) -> None:
         proof = asyncio.ensure_future(_accept(sock, self._token))
         self._pending[proof] = None
-        if len(self._pending) > _MAX_PENDING:
+        if len(self._pending) > self._max_pending:
             next(iter(self._pending)).cancel()
         try:
             claim = await asyncio.wait_for(proof, _AUTHENTICATE_S)
@@ -230,6 +234,20 @@ class ConnectionListener:
             raise
         store.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         await _forward(sock, store)
+
+
+def _raise_limit_on_files() -> int:
+    """Let this process open as many files as its user may, up to ``_MAX_FILES``, and return how many.
+
+    The rendezvous host has a connection to each machine and two for each rank that uses the store; the usual limit is 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        with suppress(OSError, ValueError):  # macOS has a lower limit that is not told here
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            soft = allowed
+    return allowed if soft == resource.RLIM_INFINITY else soft
 
 
 @final

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
-from echelon.launch.multinode.channel import START_S, ChannelError, OnMessage, OnRequest, Peer
+from echelon.launch.multinode.channel import START_S, ChannelError, OnMessage, OnRequest, Peer, Receiver
 from echelon.launch.multinode.connections import NODE, STORE, ConnectionRefused, connect
 from echelon.launch.multinode.network import is_loopback
 
@@ -68,9 +68,10 @@ class RemoteCoordinator:
             on_message=on_message,
             on_request=on_request,
             on_lost=lambda reason: on_lost(f"lost contact with {plan.host}:{plan.port}: {reason}"),
-            heartbeat_s=self.times.heartbeat.total_seconds(),
         )
-        peer.start()
+        receiver = Receiver(self.times.heartbeat.total_seconds())
+        receiver.add(peer)
+        receiver.close()  # with the connection
         return peer
 
     def open_store(self, number: int) -> socket.socket:

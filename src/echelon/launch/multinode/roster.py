@@ -9,6 +9,7 @@ from datetime import timedelta
 from echelon.base.errors import LaunchError
 
 _MAX_NAMED = 5
+_MAX_MACHINES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +137,15 @@ def in_rank_order(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first
     return sorted(infos, key=order)
 
 
+def join_names(names: Sequence[str]) -> str:
+    """Return the machines' names for a message that also has their number; of very many, only the first."""
+    return ", ".join([*names[:_MAX_MACHINES], *(["..."] if len(names) > _MAX_MACHINES else [])])
+
+
 def describe_missing(here: Sequence[NodeInfo], *, min_nodes: int, max_nodes: int) -> str:
     """Return a description of the machines that have joined and of those that are missing."""
     least = f"at least {min_nodes}" if max_nodes > min_nodes else f"{min_nodes}"
-    names = ", ".join(name_of(info) for info in here)
+    names = join_names([name_of(info) for info in here])
     given = {info.machine_rank for info in here}
     absent = [str(rank) for rank in range(max_nodes) if rank not in given]
     missing = f"; missing machine ranks: {', '.join(absent[:8])}" if None not in given and absent else ""
