@@ -32,9 +32,11 @@ PROSE := docs $(wildcard *.md)
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
 
-demo: $(VENV)/.stamp ## train a small model on two CPU processes, and write a page about the run
+demo: $(VENV)/.base ## train a small model on two CPU processes, and write a page about the run
 	@$(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_accelerator.py
 	@$(BIN)/echelon report
+	@echo "next: $(BIN)/echelon launch --cpu --num_processes 2 examples/mnist_trainer.py, the same training run without a loop"
+	@echo "      make test, the tests; docs/tour.md, the tutorial"
 
 test: $(VENV)/.stamp ## run the tests that take less than a second or so, in five minutes: before each commit; of one folder: FOLDER=checkpoint
 	@$(BIN)/python -m pytest -m "not slow and not soak and not gpu" -n $(TEST_PROCESSES) $(BY_FILE) $(RULES:%=--ignore=%) $(TESTS)
@@ -139,10 +141,17 @@ clean: ## remove the environments and the caches
 	@rm -rf $(VENV) $(PEERS) $(RAY) $(ECOSYSTEM) $(RELEASE) $(DOCS) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build site outputs
 
 # torch is installed first, so that packages that depend on it find the pinned build and do not install another.
-$(VENV)/.stamp: pyproject.toml requirements-dev.txt constraints.txt
+# What a user installs; $(VENV)/.stamp adds what the tests need.
+$(VENV)/.base: pyproject.toml constraints.txt
+	@echo "installing torch and echelon in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt torch==$(TORCH)
-	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e . -r requirements-dev.txt
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.stamp: $(VENV)/.base requirements-dev.txt
+	@echo "installing the tools of the tests in $(VENV)"
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
 $(PEERS)/.stamp: pyproject.toml benchmarks/peers.txt benchmarks/peers-constraints.txt

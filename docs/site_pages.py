@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import logging
 import posixpath
 import re
@@ -26,6 +25,8 @@ TARGET = ROOT / "build" / "docs"
 OUTSIDE = {
     "README.md": "index.md",
     "README.zh.md": "index.zh.md",
+    "examples/README.md": "examples/index.md",
+    "examples/README.zh.md": "examples/index.zh.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -36,7 +37,7 @@ OUTSIDE = {
 # exist yet is left out; a page that nobody names is an error of the strict build.
 NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
     ("Home", ["index.md"]),
-    ("Start", ["levels.md", "install.md", "tour.md", "report.md", "tracking.md", "faq.md", ("Examples", ["examples/index.md", "examples/*"])]),
+    ("Start", ["levels.md", "guarantees.md", "install.md", "tour.md", "report.md", "tracking.md", "faq.md", ("Examples", ["examples/index.md", "examples/*"])]),
     (
         "Guides",
         [
@@ -206,14 +207,13 @@ def pages() -> Iterator[tuple[str, bytes]]:
     sources |= {f"examples/{name}": f"examples/{Path(name).stem}.md" for name in examples()}
     url = repository_url()
     for source, name in sources.items():
-        text = example_page(source) if source.startswith("examples/") else (ROOT / source).read_text(encoding="utf-8")
+        text = example_page(source) if source.endswith(".py") else (ROOT / source).read_text(encoding="utf-8")
         text = adapted(text, source, name, sources, url)
         if source == "benchmarks/RESULTS.md":
             text = with_figures(text)
         if name.removesuffix(".md").removesuffix(".zh") in _ALONE:
             text = f"---\nhide: [navigation]\n---\n\n{text}"
         yield name, text.encode()
-    yield "examples/index.md", examples_index().encode()
     yield "command_reference.md", _beside("command_reference").page().encode()
     yield from ((f"api/{name}", text.encode()) for name, text in api_pages().items())
 
@@ -332,40 +332,6 @@ def example_page(source: str) -> str:
     said = ast.get_docstring(ast.parse(code)) or ""
     about = said.partition("\n\n")[0].replace("\n", " ").replace("<", "&lt;")
     return f"# {Path(source).stem}\n\n{about}\n\n````python {Path(source).name}\n{code}````\n"
-
-
-def examples_index() -> str:
-    """Return the table of all examples."""
-    rows = []
-    for name in examples():
-        said = ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text(encoding="utf-8"))) or ""
-        rows.append(
-            f"| [{name}]({Path(name).stem}.md) | {' '.join(said.partition(chr(10) * 2)[0].split()).replace('|', '&#124;')} |"
-        )
-    url = repository_url()
-    for path in sorted((ROOT / "examples").glob("*.ipynb")) + sorted((ROOT / "examples").glob("*.sh")):
-        shown = f"[{path.name}]({url}/blob/main/examples/{path.name})" if url else path.name
-        rows.append(f"| {shown} | {first_line_of(path)} |")
-    return "\n".join(
-        [
-            "# Examples",
-            "",
-            "The programs in the folder `examples/` of the repository.",
-            "",
-            "| program | contents |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
-def first_line_of(path: Path) -> str:
-    """Return what a notebook or a shell script says about itself in its first line."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".ipynb":
-        return "".join(json.loads(text)["cells"][0]["source"]).splitlines()[0].lstrip("# ")
-    return next(line.lstrip("# ") for line in text.splitlines() if line.startswith("# "))
 
 
 def public_names(module: str) -> list[str]:

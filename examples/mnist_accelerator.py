@@ -64,7 +64,6 @@ def main() -> None:
     if args.save:
         accelerator.save(accelerator.get_state_dict(model), args.save)
     accelerator.print(f"test accuracy {accuracy:.2f} %")
-    accelerator.print("next: examples/mnist_trainer.py, the same training run without a loop")
     accelerator.end_training()
     if accuracy < 98.0 and args.limit is None:
         sys.exit("the accuracy is below 98.0 %: training failed")

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 CONFIGS = EXAMPLES / "configs"
 NOTEBOOK = EXAMPLES / "mnist_notebook.ipynb"
-README = [ROOT / "README.md", ROOT / "README.zh.md"]
+README = [EXAMPLES / "README.md", EXAMPLES / "README.zh.md"]
 MODULES = {"mnist_data.py", "mnist_net.py", "reviews_data.py"}  # imported by examples, but no examples
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 

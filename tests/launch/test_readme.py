@@ -1,50 +1,52 @@
-"""The examples of README's first screen and of docs/parity.md run as they stand there, on one process and on several."""
+"""The examples of README's first screen and of docs/parity.md print what the pages say, on one process and on several."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.harness import run_on_ranks
 from tests.launch.programs import run_program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LEVELS = ["level1", "level2", "level3"]
 
 
-def _block(level: str, page: str = "README.md") -> str:
-    found = re.search(rf"```python {level}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+def _block(kind: str, page: str = "README.md") -> str:
+    found = re.search(rf"```{kind}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     return found[1]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_examples_are_short_and_run(level: str, tmp_path: Path) -> None:
-    code = _block(level)
-    lines = [line for line in code.splitlines() if line.strip() and not line.startswith(("import ", "from "))]
-    assert len(lines) <= 10
-    (tmp_path / f"{level}.py").write_text(code)
-    for world_size in (1, 2):
-        run_on_ranks(run_program, f"{level}.py", str(tmp_path), world_size=world_size, init_group=False)
+def test_the_difference_on_the_first_screen_is_in_the_example() -> None:
+    example = [line.strip() for line in (ROOT / "examples" / "quickstart.py").read_text().splitlines()]
+    diff = _block("diff").splitlines()
+    assert len(diff) <= 10
+    for line in diff:
+        assert (line[1:].strip() in example) == (line[0] != "-"), line
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_examples_run_by_the_commands_of_the_page(level: str, tmp_path: Path) -> None:
-    script = tmp_path / f"{level}.py"
-    script.write_text(_block(level))
-    launch = [sys.executable, "-m", "echelon", "launch", "--cpu", "--num_processes", "2"]
-    for command in ([sys.executable], launch):
-        done = subprocess.run([*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
+def test_the_example_prints_what_the_first_screen_shows() -> None:
+    commands = re.findall(
+        r"^\$ (echelon launch .*quickstart\.py)\n(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert [printed.partition(",")[0] for _, printed in commands] == ["1 process", "2 processes"]
+    for command, printed in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", *command.split()],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "ECHELON_NO_RECORD": "1"},
+        )
+        assert done.stdout.splitlines()[-1:] == [printed], done.stdout + done.stderr
 
 
 def test_the_example_of_parity_gives_one_loss_on_any_number_of_processes(tmp_path: Path) -> None:
-    (tmp_path / "exact.py").write_text(_block("exact", "docs/parity.md"))
+    (tmp_path / "exact.py").write_text(_block("python exact", "docs/parity.md"))
     printed = {
         run_on_ranks(run_program, "exact.py", str(tmp_path), world_size=world_size, init_group=False)[0]
         for world_size in (1, 3)

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.soak
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / ".venv-release" / "bin" / "python"
-WHEEL = f"echelon-{__version__}-py3-none-any.whl"
-SDIST = f"echelon-{__version__}.tar.gz"
+WHEEL = f"echelon_train-{__version__}-py3-none-any.whl"
+SDIST = f"echelon_train-{__version__}.tar.gz"
 # Extras whose packages are small.
 EXTRAS = ("notebook", "schedulefree")
 SECRETS = re.compile(
@@ -104,7 +104,7 @@ def files(built: tuple[Path, Path]) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def metadata(files: dict[str, bytes]) -> email.message.Message:
-    return email.message_from_bytes(files[f"echelon-{__version__}.dist-info/METADATA"])
+    return email.message_from_bytes(files[f"echelon_train-{__version__}.dist-info/METADATA"])
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_the_wheel_contains_every_file_of_the_package(files: dict[str, bytes]) -
     tracked = {path.removeprefix("src/") for path in _run("git", "ls-files", "src/echelon", cwd=ROOT).split()}
     assert tracked - set(files) == set()
     assert "echelon/py.typed" in files
-    assert {name.partition("/")[0] for name in files} == {"echelon", f"echelon-{__version__}.dist-info"}
+    assert {name.partition("/")[0] for name in files} == {"echelon", f"echelon_train-{__version__}.dist-info"}
 
 
 def test_the_wheel_contains_no_secret_and_no_path_of_a_machine(files: dict[str, bytes]) -> None:

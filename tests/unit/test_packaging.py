@@ -106,7 +106,9 @@ def test_every_document_of_a_release_names_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (citation["version"], str(citation["date-released"])) == (__version__, dated[1])
     for page in ("README.md", "README.zh.md", "docs/install.md", "docs/install.zh.md"):
-        wheels = set(re.findall(r"echelon-([\w.]+?)-py3-none-any\.whl", (ROOT / page).read_text(encoding="utf-8")))
+        wheels = set(
+            re.findall(r"echelon_train-([\w.]+?)-py3-none-any\.whl", (ROOT / page).read_text(encoding="utf-8"))
+        )
         assert wheels == {__version__}, page
 
 

@@ -150,7 +150,7 @@ def versions() -> Facts:
 def _packages() -> Sequence[str]:
     """Return the packages required by echelon and its extras, except ``dev``."""
     try:
-        requirements = metadata.requires("echelon") or []
+        requirements = metadata.requires("echelon-train") or []
     except metadata.PackageNotFoundError:  # run from a source tree
         requirements = ["torch", "numpy", "safetensors"]
     names = [
