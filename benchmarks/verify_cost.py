@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon.verify.parts import default_parts
 from echelon.verify.recording import recording
+from echelon.verify.trace import RecordingSettings
 
 HEADING = "## Cost of recording steps for `echelon verify`"
 TARGET = 3.0
@@ -134,7 +135,7 @@ def _compare(loop: _Loop, num_steps: int, num_turns: int) -> tuple[float, float]
 
 
 def _recording(folder: str, num_steps: int) -> AbstractContextManager[Any]:
-    return recording(Path(folder), parts=default_parts(), rank=0, world_size=1, steps=num_steps + 1)
+    return recording(Path(folder), RecordingSettings(steps=num_steps + 1), parts=default_parts(), rank=0)
 
 
 def _profile(loop: _Loop, num_steps: int) -> None:

@@ -22,7 +22,7 @@ from echelon.verify.trace import (
     Loss,
     Model,
     OptimizerStep,
-    RecordedProcess,
+    RecordingSettings,
     Rng,
     Row,
     SketchedTensors,
@@ -177,24 +177,18 @@ class Simulation:
         s = self.setting
         for rank, events in enumerate(self.events):
             events.append(
-                RecordedProcess(
-                    rank=rank,
-                    world_size=s.world_size,
-                    dtype="float64" if s.dtype is torch.float64 else "own",
-                    batch_factor=1,
+                RecordingSettings(
+                    steps=s.num_updates,
+                    is_float64=s.dtype is torch.float64,
                     first_update=s.first_update,
                 )
             )
-            weights = self.ranks[rank].weights
             for index in range(2):
                 events.append(
                     Model(
                         model=index,
-                        class_name="Net",
                         parameters=NAMES,
-                        shapes=[list(weights[name].shape) for name in NAMES],
                         dtypes=[str(s.dtype)] * len(NAMES),
-                        requires_grad=[True] * len(NAMES),
                         tied={"head.weight": "embedding.weight"} if index == 0 else {},
                         buffers=list(self.ranks[rank].buffers) if index == 0 else [],
                         module_classes={
@@ -398,8 +392,6 @@ class Simulation:
         self.events[rank].append(
             OptimizerStep(
                 update=update,
-                optimizer=0,
-                class_name=s.optimizer,
                 lrs=[lr],
                 settings=settings,
                 group_of=groups,

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,11 @@ class WarmRunner:
     def record(self, request: Any) -> Any:
         """Run the script, and return a ``LayoutRun``."""
         from echelon.verify.command.run_layouts import LayoutRun, RunFailure
+        from echelon.verify.trace import RUN_FILE
 
         request.folder.mkdir(parents=True, exist_ok=True)
         arguments = [one.replace("{layout}", request.layout.slug) for one in request.arguments]
-        argv = ["--folder", str(request.folder), "--steps", str(request.steps), "--seed", "0"]
-        argv += ["--batch_factor", str(request.batch_factor), "--first_update", str(request.first_update)]
-        argv += ["--float64"] * request.is_float64
-        if getattr(request, "perturbation", 0):
-            argv += ["--perturbation", str(request.perturbation)]
-        if getattr(request, "gradient_errors", None):
-            argv += ["--gradient_errors", str(request.gradient_errors)]
+        (request.folder / RUN_FILE).write_text(json.dumps(asdict(request.run)))
         variables = dict(self._variables)
         if request.layout.engine is not None:
             variables["ECHELON_ENGINE"] = request.layout.engine
@@ -55,7 +51,7 @@ class WarmRunner:
             outputs=[str(output)] * num_ranks,
             folder=str(_empty(request.folder / "files")),
             timeout_s=self._timeout_s,
-            argv=[*argv, request.script, *arguments],
+            argv=[str(request.folder), request.script, *arguments],
         )
         seconds = time.monotonic() - began
         self.seconds += seconds

@@ -13,7 +13,7 @@ from echelon.verify.command.layouts import Layout, parse_layouts
 from echelon.verify.command.run_layouts import WARM_MODULES, LayoutRunner, RunLimits, RunRequest, run_environment
 from echelon.verify.command.terminal_output import Palette, render
 from echelon.verify.command.verification import VerifyPlan, verify
-from echelon.verify.trace import Batch, OptimizerStep, SketchedTensors, read_trace
+from echelon.verify.trace import Batch, OptimizerStep, RecordingSettings, SketchedTensors, read_trace
 from tests.warm_scripts import warm_runner
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,12 @@ def test_the_launcher_records_the_steps_of_each_rank(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     runner = LayoutRunner(RunLimits(seed=0, timeout_s=120.0, num_threads=1), Interrupts())
     request = RunRequest(
-        name="2", layout=Layout(num_processes=2), script=str(script), arguments=(), folder=tmp_path / "run", steps=3
+        name="2",
+        layout=Layout(num_processes=2),
+        script=str(script),
+        arguments=(),
+        folder=tmp_path / "run",
+        run=RecordingSettings(steps=3),
     )
     run = runner.record(request)
     assert (run.failure, run.num_updates) == (None, 3), (tmp_path / "run" / "output.txt").read_text()
@@ -78,7 +83,7 @@ def test_ranks_that_are_forked_record_the_same_run(tmp_path: Path) -> None:
                 script=str(script),
                 arguments=(),
                 folder=tmp_path / name,
-                steps=5,
+                run=RecordingSettings(steps=5),
             )
             run = LayoutRunner(limits, Interrupts(), warm=given).record(request)
             output = (tmp_path / name / "output.txt").read_text()

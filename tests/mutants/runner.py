@@ -105,9 +105,7 @@ class WarmRecorder:
 
     def _key(self, request: RunRequest) -> str:
         text = Path(request.script).read_text(encoding="utf-8")
-        shown = (text, request.arguments, request.layout, request.steps, request.first_update, request.batch_factor)
-        errors = "" if request.gradient_errors is None else request.gradient_errors.read_text(encoding="utf-8")
-        return sha256(repr((*shown, request.is_float64, request.perturbation, errors)).encode()).hexdigest()
+        return sha256(repr((text, request.arguments, request.layout, request.run)).encode()).hexdigest()
 
 
 def outcome_of(mutant: Mutant, recorder: WarmRecorder) -> Outcome:
@@ -188,21 +186,12 @@ def _arguments_of(folder: Path, resume: tuple[int, int] | None) -> tuple[tuple[s
 
 
 def _record(program: Program, request: RunRequest) -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     random.seed(rank)
     np.random.seed(rank)
     torch.manual_seed(rank)
     request.folder.mkdir(parents=True, exist_ok=True)
-    with recording(
-        request.folder,
-        parts=default_parts(perturbation=request.perturbation, gradient_errors=request.gradient_errors),
-        rank=rank,
-        world_size=world_size,
-        steps=request.steps,
-        dtype="float64" if request.is_float64 else "own",
-        batch_factor=request.batch_factor,
-        first_update=request.first_update,
-    ):
+    with recording(request.folder, request.run, parts=default_parts(), rank=rank):
         run_program(program)
 
 

@@ -288,7 +288,7 @@ class _Bars:
             self.close()
             self._name = request.name
             self._bar = tqdm(
-                total=request.steps,
+                total=request.run.steps,
                 desc=f"{request.name:<32}",
                 leave=False,
                 disable=None,  # where stderr is not a terminal

@@ -1,9 +1,6 @@
-"""All parts of a recording, and which of them a child process installs."""
+"""All parts of a recording."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.clipping import ClipRecorder
@@ -21,15 +18,10 @@ from echelon.verify.recorders.weights import WeightRecorder
 from echelon.verify.recording import Part
 
 
-def default_parts(*, perturbation: int = 0, gradient_errors: Path | None = None) -> list[Part]:
-    """Return new parts that record everything.
-
-    Args:
-        perturbation: seed of a change of all weights by one rounding, and of all gradients; 0: none.
-        gradient_errors: JSON file with the change of each gradient, as a part of its norm.
-    """
+def default_parts() -> list[Part]:
+    """Return new parts that record everything."""
     batches = Batches()
-    parts: list[Part] = [
+    return [
         SyncBatchNormOnCpu(),
         MergedBatches(),
         batches,  # samples are recognized before they are cast to float64
@@ -38,11 +30,8 @@ def default_parts(*, perturbation: int = 0, gradient_errors: Path | None = None)
         Forwards(batches),
         Losses(),
         *parts_of_updates(),
+        Perturbation(),
     ]
-    if perturbation:
-        errors = {} if gradient_errors is None else json.loads(gradient_errors.read_text(encoding="utf-8"))
-        parts.append(Perturbation(perturbation, errors))
-    return parts
 
 
 def parts_of_updates() -> list[Part]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from echelon.distributed.checks.named_sketches import NamedSketches
 from echelon.verify.recorders.models import RecordedModel, model_event, without_wrappers
-from echelon.verify.trace import Content, Event, Note, RecordedProcess, SketchedTensors, TraceWriter
+from echelon.verify.trace import Content, Event, Note, RecordingSettings, SketchedTensors, TraceWriter
 
 OnTrainingForward = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], None]
 OnForwardEnd = Callable[[int, nn.Module, Any], None]
@@ -47,13 +47,9 @@ class Recording:
     a sharded engine may still be sending before that.
     """
 
-    def __init__(
-        self, writer: TraceWriter, process: RecordedProcess, *, steps: int, on_done: Callable[[], None] | None
-    ) -> None:
-        self.process = process
-        self.steps = steps
-        self.first_update = process.first_update
-        self.update = process.first_update
+    def __init__(self, writer: TraceWriter, run: RecordingSettings, *, on_done: Callable[[], None] | None) -> None:
+        self.run = run
+        self.update = run.first_update
         """The update that the script is in, or that it completed last if no training forward pass has begun since."""
         self.micro_step = 0
         """Number of backward passes that have ended in this update."""
@@ -207,7 +203,7 @@ class Recording:
     def _run_root(self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
         root = without_wrappers(module)
         is_training = root.training and torch.is_grad_enabled()
-        if self._is_complete and (is_training or self.update + 1 >= self.first_update + self.steps):
+        if self._is_complete and (is_training or self._is_last()):
             self._close()
             self._end_if_done()
         if torch.is_grad_enabled():
@@ -303,8 +299,11 @@ class Recording:
             on_closed(self.update)
         self._writer.flush()
 
+    def _is_last(self) -> bool:
+        return self.update + 1 >= self.run.first_update + self.run.steps
+
     def _end_if_done(self) -> None:
-        if self.update + 1 >= self.first_update + self.steps:
+        if self._is_last():
             if self._on_done is not None:
                 self._on_done()
             raise RecordingDone
@@ -313,33 +312,23 @@ class Recording:
 @contextmanager
 def recording(
     folder: Path,
+    run: RecordingSettings,
     *,
     parts: Sequence[Part],
     rank: int,
-    world_size: int,
-    steps: int,
-    dtype: Literal["own", "float64"] = "own",
-    batch_factor: int = 1,
-    first_update: int = 0,
     on_done: Callable[[], None] | None = None,
 ) -> Iterator[Recording]:
-    """Record what happens in the block, until ``steps`` updates are complete.
+    """Record what happens in the block, until ``run.steps`` updates are complete.
 
     Args:
         folder: the folder of the run; this process writes ``rank_<rank>.trace.jsonl``.
-        parts: what is recorded (``parts.default_parts()``: everything).
-        steps: number of updates; the next forward pass after the last one raises ``RecordingDone``, which ends the block.
-        dtype: ``"float64"`` converts models and batches.
-        batch_factor: number of the loader's batches that are merged into one.
-        first_update: index of the first update of this process.
+        run: what is recorded; the next forward pass after the last update raises ``RecordingDone``, which ends the block.
+        parts: record its aspects (``parts.default_parts()``: everything).
         on_done: function that is called after the last update, before ``RecordingDone`` is raised; it may leave the process.
     """
     writer = TraceWriter(folder, rank)
-    process = RecordedProcess(
-        rank=rank, world_size=world_size, dtype=dtype, batch_factor=batch_factor, first_update=first_update
-    )
-    writer.add(process)
-    one = Recording(writer, process, steps=steps, on_done=on_done)
+    writer.add(run)
+    one = Recording(writer, run, on_done=on_done)
     with one.undo:
         one.undo.callback(writer.close)
         one.install(parts)

@@ -24,6 +24,10 @@ VERSION = 6
 """Of what the events mean. Traces of different versions are not compared."""
 
 
+RUN_FILE = "run.json"
+"""In the folder of a run: what the child processes of ``echelon verify`` record."""
+
+
 class Row(NamedTuple):
     """Identity of one sample: hashes of its contents, which also match if only the padding at the end differs."""
 
@@ -34,17 +38,26 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedProcess:
-    """First event of a file: which process this is."""
+class RecordingSettings:
+    """First event of a file: what is recorded, and how."""
 
     kind: ClassVar[str] = "run"
-    rank: int
-    world_size: int
-    dtype: Literal["own", "float64"]
-    batch_factor: int
-    """How many of the loader's batches were merged into one (1: none)."""
+    steps: int
+    """Number of updates."""
     first_update: int = 0
     """Index of the first update of this process; greater than 0 after a resume."""
+    batch_factor: int = 1
+    """How many of the loader's batches are merged into one (1: none)."""
+    is_float64: bool = False
+    """Whether models and batches are converted to float64."""
+    perturbation: int = 0
+    """Seed of a change of all initial weights by one rounding, and of gradients; 0: none."""
+    gradient_errors: dict[str, float] = field(default_factory=dict)
+    """By how much each gradient (``"0:weight"``) is changed then, as a part of its norm."""
+    seed: int = 0
+    """Of the random number generators when the script begins; rank R seeds them with ``seed`` + R."""
+    stacks_after_s: float = 0.0
+    """Time after which the stacks of all threads are written to a file, for the report of a run that hangs."""
     version: int = VERSION
 
 
@@ -54,13 +67,9 @@ class Model:
 
     kind: ClassVar[str] = "model"
     model: int
-    class_name: str
     parameters: list[str]
     """Plain names, without prefixes of wrappers (``module.``, ``_orig_mod.``)."""
-    shapes: list[list[int]]
-    """Shapes of the whole parameters."""
     dtypes: list[str]
-    requires_grad: list[bool]
     tied: dict[str, str] = field(default_factory=dict)
     """Other names of a parameter, and its first name."""
     buffers: list[str] = field(default_factory=list)
@@ -172,7 +181,6 @@ class Clip:
     norm: float
     """What the call returned."""
     max_norm: float
-    norm_type: float = 2.0
     line: str = ""
 
 
@@ -182,8 +190,6 @@ class OptimizerStep:
 
     kind: ClassVar[str] = "optimizer_step"
     update: int
-    optimizer: int
-    class_name: str
     lrs: list[float]
     """One per parameter group, before the step."""
     settings: list[dict[str, Any]]
@@ -217,7 +223,7 @@ class Note:
 
 
 Event: TypeAlias = (
-    RecordedProcess | Model | Batch | Forward | Loss | SketchedTensors | Clip | OptimizerStep | Rng | Note
+    RecordingSettings | Model | Batch | Forward | Loss | SketchedTensors | Clip | OptimizerStep | Rng | Note
 )
 _KINDS: dict[str, Any] = {one.kind: one for one in get_args(Event)}
 _NAMES: dict[type, list[str]] = {one: [each.name for each in fields(one)] for one in _KINDS.values()}

@@ -21,7 +21,7 @@ from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.forwards import Forwards
 from echelon.verify.recorders.sample_rows import rows_of
 from echelon.verify.recording import recording
-from echelon.verify.trace import Batch, Forward, Row, read_trace
+from echelon.verify.trace import Batch, Forward, RecordingSettings, Row, read_trace
 from tests.harness import run_on_ranks
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
@@ -42,8 +42,8 @@ class _Model(nn.Linear):
         self.train()
 
 
-def _recorded(folder: Path, script: Callable[[nn.Module], Any], *, rank: int = 0, world_size: int = 1) -> list[Batch]:
-    with recording(folder, parts=[Batches()], rank=rank, world_size=world_size, steps=100):
+def _recorded(folder: Path, script: Callable[[nn.Module], Any], *, rank: int = 0) -> list[Batch]:
+    with recording(folder, RecordingSettings(steps=100), parts=[Batches()], rank=rank):
         script(_Model())
     return [one for one in read_trace(folder).ranks[rank] if isinstance(one, Batch)]
 
@@ -212,7 +212,7 @@ def test_rows_that_end_in_a_repeated_token_are_not_padded(tmp_path: Path) -> Non
     for batch_size in (1, 4):
         folder = tmp_path / str(batch_size)
         batches = Batches()
-        with recording(folder, parts=[batches, Forwards(batches)], rank=0, world_size=1, steps=100):
+        with recording(folder, RecordingSettings(steps=100), parts=[batches, Forwards(batches)], rank=0):
             for tokens in DataLoader(blocks, batch_size=batch_size):
                 model(tokens).sum().backward()
         events = read_trace(folder).ranks[0]
@@ -245,7 +245,7 @@ def test_items_of_batches_that_a_loader_copies_are_known(tmp_path: Path) -> None
             _step(model, batch[:, :3].float())
 
     batches = Batches()
-    with recording(tmp_path, parts=[batches], rank=0, world_size=1, steps=100):
+    with recording(tmp_path, RecordingSettings(steps=100), parts=[batches], rank=0):
         hook = torch.nn.modules.module.register_module_forward_hook(
             lambda *_: lengths.append(
                 {} if batches.rows is None else {k: v.tolist() for k, v in batches.rows.lengths.items()}
@@ -316,7 +316,7 @@ def _on_rank(folder: str, build: Callable[[int], Any]) -> list[list[Row]]:
         for x, _ in build(3):
             _step(model, x)
 
-    found = _recorded(Path(folder), script, rank=dist.get_rank(), world_size=2)
+    found = _recorded(Path(folder), script, rank=dist.get_rank())
     assert {one.source for one in found} == {"loader"}
     return [one.rows for one in found]
 

@@ -21,7 +21,7 @@ from echelon.verify.recorders.float64 import Float64
 from echelon.verify.recorders.keyed_dropout import KeyedDropout
 from echelon.verify.recorders.sample_rows import rows_of
 from echelon.verify.recording import recording
-from echelon.verify.trace import Batch, read_trace
+from echelon.verify.trace import Batch, RecordingSettings, read_trace
 from tests.harness import run_on_ranks
 
 
@@ -29,7 +29,7 @@ from tests.harness import run_on_ranks
 def _in_float64(folder: Path) -> Iterator[None]:
     batches = Batches()
     parts = [batches, Float64(batches), KeyedDropout(batches)]
-    with recording(folder, parts=parts, rank=0, world_size=1, steps=100, dtype="float64"):
+    with recording(folder, RecordingSettings(steps=100, is_float64=True), parts=parts, rank=0):
         yield
 
 

@@ -17,7 +17,7 @@ from echelon.verify.parts import default_parts
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.keyed_dropout import KeyedDropout, keyed_mask
 from echelon.verify.recording import recording
-from echelon.verify.trace import Note, Rng, read_trace
+from echelon.verify.trace import Note, RecordingSettings, Rng, read_trace
 from tests.harness import run_on_ranks
 
 
@@ -34,9 +34,9 @@ class _Body(nn.Module):
 
 
 @contextmanager
-def _recorded(folder: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+def _recorded(folder: Path, *, rank: int = 0) -> Iterator[None]:
     batches = Batches()
-    with recording(folder, parts=[batches, KeyedDropout(batches)], rank=rank, world_size=world_size, steps=100):
+    with recording(folder, RecordingSettings(steps=100), parts=[batches, KeyedDropout(batches)], rank=rank):
         yield
 
 
@@ -79,7 +79,7 @@ def test_a_sample_keeps_its_mask_in_any_batch(name: str, tmp_path: Path) -> None
 
 def _sharded(folder: str, x: torch.Tensor) -> torch.Tensor:
     rank = torch.distributed.get_rank()
-    with _recorded(Path(folder) / "ranks", rank=rank, world_size=2):
+    with _recorded(Path(folder) / "ranks", rank=rank):
         return _Body(lambda x: F.dropout(x, 0.3))(x[rank::2]).detach()
 
 
@@ -95,7 +95,7 @@ def test_ranks_draw_the_masks_of_one_process(tmp_path: Path) -> None:
 def test_a_state_of_the_generator_returns_only_if_it_is_set_back(tmp_path: Path) -> None:
     """Each update with masks takes one number, so that seeding alike in each update shows."""
     model, states = _Body(lambda x: F.dropout(x, 0.5)), []
-    with recording(tmp_path, parts=default_parts(), rank=0, world_size=1, steps=4):
+    with recording(tmp_path, RecordingSettings(steps=4), parts=default_parts(), rank=0):
         for update in range(5):
             if update > 1:
                 torch.manual_seed(3)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.verify.recorders.sync_batch_norm import SyncBatchNormOnCpu
 from echelon.verify.recording import recording
+from echelon.verify.trace import RecordingSettings
 from tests.harness import run_on_ranks
 
 SIZES = (3, 5)  # samples of each rank
@@ -37,7 +38,7 @@ def _values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _on_rank(folder: str, momentum: float | None) -> list[dict[str, torch.Tensor]]:
     rank = dist.get_rank()
-    with recording(Path(folder), parts=[SyncBatchNormOnCpu()], rank=rank, world_size=2, steps=100):
+    with recording(Path(folder), RecordingSettings(steps=100), parts=[SyncBatchNormOnCpu()], rank=rank):
         model: Any = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(_net(momentum)))
         found = []
         for batch in _batches():

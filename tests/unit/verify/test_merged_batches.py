@@ -23,6 +23,7 @@ from echelon.base.errors import UsageError
 from echelon.distributed import shard
 from echelon.verify.recorders.merged_batches import MergedBatches
 from echelon.verify.recording import recording
+from echelon.verify.trace import RecordingSettings
 
 DATA = torch.arange(23.0)[:, None] * torch.ones(3)
 
@@ -64,7 +65,7 @@ class _LongestFirst(BatchSampler):
 
 
 def _merged(folder: Path, build: Callable[[], Any], factor: int = 3) -> Any:
-    with recording(folder, parts=[MergedBatches()], rank=0, world_size=1, steps=100, batch_factor=factor):
+    with recording(folder, RecordingSettings(steps=100, batch_factor=factor), parts=[MergedBatches()], rank=0):
         return build()
 
 

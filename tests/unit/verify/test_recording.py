@@ -23,13 +23,14 @@ from echelon.verify.trace import (
     Event,
     Model,
     OptimizerStep,
+    RecordingSettings,
     SketchedTensors,
     read_trace,
 )
 
 
 def _record(folder: Path, script: Callable[[], Any], *, steps: int = 2) -> list[Event]:
-    with recording(folder, parts=default_parts(), rank=0, world_size=1, steps=steps):
+    with recording(folder, RecordingSettings(steps=steps), parts=default_parts(), rank=0):
         script()
     return read_trace(folder).ranks[0]
 
@@ -134,12 +135,7 @@ def test_two_optimizers_after_one_backward_are_one_update(tmp_path: Path) -> Non
     events = _record(tmp_path, script)
     assert [e.parameters for e in _of(events, Model)] == [["weight", "bias"], ["weight", "bias"]]
     steps = _of(events, OptimizerStep)
-    assert [(e.update, e.optimizer, e.class_name, e.lrs) for e in steps] == [
-        (0, 0, "SGD", [0.1]),
-        (0, 1, "Adam", [0.2]),
-        (1, 0, "SGD", [0.1]),
-        (1, 1, "Adam", [0.2]),
-    ]
+    assert [(e.update, e.lrs) for e in steps] == [(0, [0.1]), (0, [0.2]), (1, [0.1]), (1, [0.2])]
     assert steps[1].group_of == {"1:weight": 0, "1:bias": 0}
     assert [e.names for e in _of(events, SketchedTensors, content="reduced", update=1)] == [
         ["0:weight", "0:bias"],
@@ -297,7 +293,7 @@ def test_clipping_is_seen_however_it_is_called(tmp_path: Path) -> None:
 
     events = _record(tmp_path, script)
     norm, value = _of(events, Clip)
-    assert (norm.max_norm, norm.norm_type) == (1.0, 2.0)
+    assert norm.max_norm == 1.0
     (reduced,) = _of(events, SketchedTensors, content="reduced", update=0)
     assert norm.norm == pytest.approx(sum(s.square_sum for s in reduced.sketches) ** 0.5, rel=1e-5)
     (clipped,) = _of(events, SketchedTensors, content="clipped", update=0)
@@ -425,7 +421,7 @@ def test_a_saved_state_is_found_again_when_it_is_loaded(tmp_path: Path) -> None:
     assert (saved.update, saved.path) == (1, str(file))
     for forgets in (False, True):
         folder = tmp_path / f"second {forgets}"
-        with recording(folder, parts=default_parts(), rank=0, world_size=1, steps=1, first_update=2):
+        with recording(folder, RecordingSettings(steps=1, first_update=2), parts=default_parts(), rank=0):
             script(is_resumed=True, forgets=forgets)
         (loaded,) = _of(read_trace(folder).ranks[0], SketchedTensors, content="loaded")
         assert (loaded.update, loaded.path) == (1, str(file))

@@ -19,6 +19,7 @@ from echelon.verify.command.terminal_output import Palette, headline, render, sh
 from echelon.verify.command.verification import LayoutResult, Verification, VerifyPlan
 from echelon.verify.comparison.cause_catalogue import CAUSES
 from echelon.verify.finding import STAGES, Cell, Coverage, Finding, Verdict
+from echelon.verify.trace import RecordingSettings
 from tests.browser import CHROMIUM, Browser, open_browser
 
 
@@ -191,7 +192,7 @@ def test_an_error_is_shown_once_for_all_layouts_that_raise_it(script: Path) -> N
         script=str(script),
         arguments=(),
         folder=script.parent,
-        steps=2,
+        run=RecordingSettings(steps=2),
     )
     run = LayoutRun(request=request, num_updates=0, seconds=1.0, failure=failure)
     screen = _screen(Verification(plan=plan, layouts=(), seconds=1.0, reference_failure=run))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from echelon.verify.command.run_layouts import LayoutRun, LayoutRunner, RunFailu
 from echelon.verify.command.verification import Verification, VerifyPlan, verify
 from echelon.verify.finding import Finding, Verdict
 from echelon.verify.trace import (
+    RUN_FILE,
     VERSION,
     Batch,
     Model,
     OptimizerStep,
-    RecordedProcess,
+    RecordingSettings,
     Row,
     SketchedTensors,
     Trace,
@@ -64,36 +67,21 @@ def _write(
     size = request.layout.num_processes
     for rank in range(size):
         writer = TraceWriter(request.folder, rank)
-        writer.add(
-            RecordedProcess(
-                rank=rank,
-                world_size=size,
-                dtype="float64" if request.is_float64 else "own",
-                batch_factor=request.batch_factor,
-                first_update=request.first_update,
-            )
-        )
+        writer.add(request.run)
         writer.add(
             Model(
                 model=0,
-                class_name="Net",
                 parameters=["w"],
-                shapes=[[1]],
                 dtypes=["float32"],
-                requires_grad=[True],
                 parity=parity,
                 engine=engine,
             )
         )
-        for update in range(request.first_update, request.first_update + request.steps):
-            num_rows = batch_size * request.batch_factor
+        for update in range(request.run.first_update, request.run.first_update + request.run.steps):
+            num_rows = batch_size * request.run.batch_factor
             rows = [Row(whole=i, prefix=i) for i in range(num_rows)]
             writer.add(Batch(update=update, micro_step=0, source="loader", rows=rows))
-            writer.add(
-                OptimizerStep(
-                    update=update, optimizer=0, class_name="SGD", lrs=[0.1], settings=[{}], group_of={"0:w": 0}
-                )
-            )
+            writer.add(OptimizerStep(update=update, lrs=[0.1], settings=[{}], group_of={"0:w": 0}))
             sketch = Sketch(
                 projection=np.full(32, value), square_sum=value, bits=int(value * 1e6), num_elements=1, num_nonfinite=0
             )
@@ -111,7 +99,7 @@ class _Runs:
     def record(self, request: RunRequest) -> LayoutRun:
         self.requests.append(request)
         failure = self._write(request)
-        return LayoutRun(request=request, num_updates=0 if failure else request.steps, seconds=1.0, failure=failure)
+        return LayoutRun(request=request, num_updates=0 if failure else request.run.steps, seconds=1.0, failure=failure)
 
     @property
     def names(self) -> list[str]:
@@ -156,7 +144,7 @@ def test_each_layout_is_compared_with_one_process_that_takes_the_samples_of_all_
     ]
     assert [one.outcome for one in found.layouts] == ["same"] * 3
     assert [one.batch_factor for one in found.layouts] == [1, 2, 4]
-    assert [(r.batch_factor, r.is_float64) for r in runs.requests if r.name.startswith("reference")] == [
+    assert [(r.run.batch_factor, r.run.is_float64) for r in runs.requests if r.name.startswith("reference")] == [
         (1, False),
         (2, False),
         (2, True),
@@ -262,7 +250,7 @@ def test_a_layout_that_fails_does_not_hide_the_others(tmp_path: Path) -> None:
 
 def test_a_reference_that_fails_in_float64_is_told(tmp_path: Path) -> None:
     def write(request: RunRequest) -> RunFailure | None:
-        if request.is_float64:
+        if request.run.is_float64:
             return RunFailure(what="RuntimeError: not implemented for 'Double'")
         _write(request, value=1.0 + 0.01 * request.layout.num_processes)
         return None
@@ -288,8 +276,8 @@ def test_a_resumed_layout_is_compared_as_one_run(tmp_path: Path) -> None:
     runs = _Runs(_write)
     verify(plan, runs.record, compare=compare)
     first, second = (one for one in runs.requests if one.name.startswith("2 processes"))
-    assert (first.steps, first.first_update, first.arguments) == (2, 0, ("--lr", "1"))
-    assert (second.steps, second.first_update, second.arguments) == (1, 2, ("--resume",))
+    assert (first.run, first.arguments) == (RecordingSettings(steps=2), ("--lr", "1"))
+    assert (second.run, second.arguments) == (RecordingSettings(steps=1, first_update=2), ("--resume",))
     updates = [event.update for event in compared[0].ranks[1] if isinstance(event, OptimizerStep)]
     assert updates == [0, 1, 2]
 
@@ -299,7 +287,7 @@ def test_a_hang_after_a_resume_shows_the_difference_before_it(tmp_path: Path) ->
 
     def write(request: RunRequest) -> RunFailure | None:
         _write(request)
-        return RunFailure(what="not finished after 20 s") if request.first_update else None
+        return RunFailure(what="not finished after 20 s") if request.run.first_update else None
 
     def compare(layout: Trace, *others: Trace, options: Any) -> Verdict:
         if len(layout.ranks) == 1:  # the reference, repeated
@@ -357,14 +345,20 @@ def _recorder(tmp_path: Path, program: str, *, timeout_s: float = 20.0, **option
 
 def _request(tmp_path: Path, **options: Any) -> RunRequest:
     layout = Layout(num_processes=2, engine="ddp")
-    values = {"name": "2", "layout": layout, "script": "train.py", "arguments": ("--out", "o/{layout}"), "steps": 3}
-    return RunRequest(**{**values, "folder": tmp_path / "run", **options})
+    return RunRequest(
+        name="2",
+        layout=layout,
+        script="train.py",
+        arguments=("--out", "o/{layout}"),
+        folder=tmp_path / "run",
+        run=RecordingSettings(steps=3, **options),
+    )
 
 
 _WRITES = """
     import pathlib, sys
-    folder = pathlib.Path(sys.argv[sys.argv.index("--folder") + 1])
-    lines = ['{"kind":"optimizer_step","update":%d,"optimizer":0}\\n' % update for update in range(3)]
+    folder = pathlib.Path(sys.argv[sys.argv.index("echelon.verify.child") + 1])
+    lines = ['{"kind":"optimizer_step","update":%d,"lrs":[0.1]}\\n' % update for update in range(3)]
     (folder / "rank_0.trace.jsonl").write_text("".join(lines) + '{"kind":"optimi')
     print(" ".join(sys.argv[1:]))
 """
@@ -378,13 +372,9 @@ def test_a_run_is_started_with_echelon_launch(tmp_path: Path) -> None:
     words = (tmp_path / "run" / "output.txt").read_text().split()
     assert words[:2] == ["launch", "--cpu"]
     assert "--num_processes 2 --engine ddp -m echelon.verify.child" in " ".join(words)
-    assert (
-        words[words.index("echelon.verify.child") + 1 :]
-        == (
-            f"--folder {tmp_path / 'run'} --steps 3 --seed 3 --stacks_after 17 --batch_factor 2 --first_update 0 --float64 "
-            "train.py --out o/2-ddp"
-        ).split()
-    )
+    assert words[words.index("echelon.verify.child") + 1 :] == [str(tmp_path / "run"), "train.py", "--out", "o/2-ddp"]
+    expected = RecordingSettings(steps=3, is_float64=True, batch_factor=2, seed=3, stacks_after_s=17.0)
+    assert json.loads((tmp_path / "run" / RUN_FILE).read_text()) == asdict(expected)
 
 
 def test_the_launchers_report_of_a_failed_run_is_shown_once(tmp_path: Path) -> None:
@@ -426,8 +416,8 @@ def test_a_script_without_a_step_is_a_failure(tmp_path: Path) -> None:
 def test_a_run_that_takes_too_long_says_where_each_rank_is(tmp_path: Path) -> None:
     program = """
         import pathlib, sys, time
-        folder = pathlib.Path(sys.argv[sys.argv.index("--folder") + 1])
-        step = '{"kind":"optimizer_step","update":0,"optimizer":0}\\n'
+        folder = pathlib.Path(sys.argv[sys.argv.index("echelon.verify.child") + 1])
+        step = '{"kind":"optimizer_step","update":0,"lrs":[0.1]}\\n'
         (folder / "rank_0.trace.jsonl").write_text(step + '{"kind":"loss","update":1}\\n')
         (folder / "rank_1.trace.jsonl").write_text(step)
         (folder / "rank_1.stacks").write_text(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
 from echelon.base.errors import UsageError
-from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.compare import gradient_errors
 from echelon.verify.trace import (
@@ -17,7 +15,7 @@ from echelon.verify.trace import (
     Batch,
     Model,
     OptimizerStep,
-    RecordedProcess,
+    RecordingSettings,
     Trace,
     read_trace,
     recorded_version,
@@ -123,25 +121,24 @@ class References:
 
     def _run_float64(self, reference: Reference) -> Reference:
         request = self._request(reference.batch_factor, name="reference in float64", suffix="-float64")
-        run = self._record(replace(request, is_float64=True))
+        run = self._record(replace(request, run=replace(request.run, is_float64=True)))
         if run.failure is not None:
             return replace(reference, float64_failure=run.failure)
         return replace(reference, float64=read_trace(request.folder))
 
     def _run_perturbed(self, reference: Reference) -> Iterator[Trace]:
         factor = reference.batch_factor
-        errors = self._base.folder / f"gradient_errors-{factor}.json"
-        errors.parent.mkdir(parents=True, exist_ok=True)
-        errors.write_text(json.dumps(gradient_errors(reference.trace, reference.float64)), encoding="utf-8")
+        errors = gradient_errors(reference.trace, reference.float64)
         for seed in range(1, _NUM_PERTURBED + 1):
             name = f"reference, rounding check {seed}/{_NUM_PERTURBED}"
             request = self._request(factor, name=name, suffix=f"-perturbed-{seed}")
-            if self._record(replace(request, perturbation=seed, gradient_errors=errors)).failure is None:
+            perturbed = replace(request.run, perturbation=seed, gradient_errors=errors)
+            if self._record(replace(request, run=perturbed)).failure is None:
                 yield read_trace(request.folder)
 
     def _request(self, factor: int, *, name: str, suffix: str = "") -> RunRequest:
         folder = self._base.folder / f"reference-{factor}{suffix}"
-        return replace(self._base, name=name, layout=Layout(num_processes=1), folder=folder, batch_factor=factor)
+        return replace(self._base, name=name, folder=folder, run=replace(self._base.run, batch_factor=factor))
 
 
 def saved_traces(folder: Path) -> dict[int, tuple[Path, Path | None]]:
@@ -185,7 +182,7 @@ def _has_traces(folder: Path) -> bool:
 
 def _factor_of(folder: Path) -> int:
     events = (event for rank in read_trace(folder).ranks for event in rank)
-    return next((event.batch_factor for event in events if isinstance(event, RecordedProcess)), 1)
+    return next((event.batch_factor for event in events if isinstance(event, RecordingSettings)), 1)
 
 
 def batch_factor(layout: Trace, one_process: Trace) -> int:

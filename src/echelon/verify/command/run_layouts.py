@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from echelon.launch.environment import inherited, is_of_rank
 from echelon.launch.interrupts import Interrupts, end_launcher
 from echelon.launch.local.warm_start import WARM_VARIABLE, WarmStarter
 from echelon.verify.command.layouts import Layout
-from echelon.verify.trace import file_of_rank
+from echelon.verify.trace import RUN_FILE, RecordingSettings, file_of_rank
 from echelon.world.launch_variables import NO_RECORD_VARIABLE
 
 PLACEHOLDER = "{layout}"
@@ -47,14 +47,7 @@ class RunRequest:
     arguments: tuple[str, ...]
     folder: Path
     """Where the traces are written; created if it does not exist."""
-    steps: int
-    first_update: int = 0
-    batch_factor: int = 1
-    is_float64: bool = False
-    perturbation: int = 0
-    """Seed of a change of the initial weights by one rounding, and of the gradients; 0: none."""
-    gradient_errors: Path | None = None
-    """JSON file: by how much each gradient is changed, as a part of its norm."""
+    run: RecordingSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +118,10 @@ class LayoutRunner:
         request.folder.mkdir(parents=True, exist_ok=True)
         arguments = tuple(one.replace(PLACEHOLDER, request.layout.slug) for one in request.arguments)
         request = replace(request, arguments=arguments)
+        limit = self._limits.timeout_s
+        stacks_after_s = max(limit - _STACKS_BEFORE_S, limit / 2)
+        run = replace(request.run, seed=self._limits.seed, stacks_after_s=stacks_after_s)
+        (request.folder / RUN_FILE).write_text(json.dumps(asdict(run)), encoding="utf-8")
         output = request.folder / _OUTPUT
         began = time.monotonic()
         counter = _UpdateCounter(request)
@@ -138,7 +135,7 @@ class LayoutRunner:
                 pass_fds=files,
             )
             try:
-                is_late = self._wait(process, request, counter, deadline=began + self._limits.timeout_s)
+                is_late = self._wait(process, request, counter, deadline=began + limit)
             finally:
                 end_launcher(process, grace_s=_GRACE_S)
         count = counter.count()
@@ -172,13 +169,7 @@ class LayoutRunner:
             *request.layout.flags,
             *limits.launch_flags,
         ]
-        child = ["--folder", str(request.folder), "--steps", str(request.steps), "--seed", str(limits.seed)]
-        child += ["--stacks_after", f"{max(limits.timeout_s - _STACKS_BEFORE_S, limits.timeout_s / 2):g}"]
-        child += ["--batch_factor", str(request.batch_factor), "--first_update", str(request.first_update)]
-        child += ["--float64"] * request.is_float64
-        child += ["--perturbation", str(request.perturbation)] if request.perturbation else []
-        child += ["--gradient_errors", str(request.gradient_errors)] if request.gradient_errors else []
-        return [*self._start, *launch, "-m", _CHILD, *child, request.script, *request.arguments]
+        return [*self._start, *launch, "-m", _CHILD, str(request.folder), request.script, *request.arguments]
 
     def _wait(
         self, process: subprocess.Popen[bytes], request: RunRequest, counter: _UpdateCounter, *, deadline: float
@@ -194,7 +185,7 @@ class LayoutRunner:
 
     def _failure(self, request: RunRequest, code: int, count: int, output: Path, *, is_late: bool) -> RunFailure | None:
         if is_late:
-            steps = f"{count} of {request.steps} updates"
+            steps = f"{count} of {request.run.steps} updates"
             return RunFailure(
                 what=f"not finished after {self._limits.timeout_s:g} s: {steps} recorded",
                 details=tuple(_positions(request)),
@@ -219,8 +210,8 @@ class _UpdateCounter:
 
     def __init__(self, request: RunRequest) -> None:
         self._path = file_of_rank(request.folder, 0)
-        self._position, self._last = 0, request.first_update - 1
-        self._first = request.first_update
+        self._position, self._last = 0, request.run.first_update - 1
+        self._first = request.run.first_update
 
     def count(self) -> int:
         """Return how many updates have ended."""

@@ -15,7 +15,7 @@ from echelon.verify.compare import CompareOptions, compare
 from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.invariants import unequal_progress
 from echelon.verify.finding import Finding, Verdict
-from echelon.verify.trace import Event, Model, Trace, read_trace
+from echelon.verify.trace import Event, Model, RecordingSettings, Trace, read_trace
 
 Outcome = Literal["same", "different", "not comparable", "failed"]
 
@@ -141,7 +141,7 @@ def verify(
         script=plan.against or plan.script,
         arguments=plan.arguments,
         folder=plan.folder,
-        steps=plan.steps,
+        run=RecordingSettings(steps=plan.steps),
     )
     references = References(base, record, saved=plan.against_run)
     first = references.first()
@@ -262,7 +262,7 @@ class _Work:
             script=plan.script,
             arguments=plan.arguments,
             folder=plan.folder / layout.slug,
-            steps=plan.steps,
+            run=RecordingSettings(steps=plan.resume_after or plan.steps),
         )
         if plan.resume_after is None:
             return [request]
@@ -271,10 +271,9 @@ class _Work:
             name=f"{layout.name}, resumed",
             arguments=plan.resume_arguments or plan.arguments,
             folder=plan.folder / f"{layout.slug}-resumed",
-            steps=plan.steps - plan.resume_after,
-            first_update=plan.resume_after,
+            run=RecordingSettings(steps=plan.steps - plan.resume_after, first_update=plan.resume_after),
         )
-        return [replace(request, steps=plan.resume_after), resumed]
+        return [request, resumed]
 
     def _compare(self, trace: Trace, reference: Reference, options: CompareOptions, *, must_be_equal: bool) -> Verdict:
         verdict = self._compare_traces(trace, reference.trace, options=replace(options, is_bitwise=True))

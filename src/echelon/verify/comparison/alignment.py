@@ -20,7 +20,7 @@ from echelon.verify.trace import (
     Model,
     Note,
     OptimizerStep,
-    RecordedProcess,
+    RecordingSettings,
     Rng,
     Row,
     SketchedTensors,
@@ -130,7 +130,7 @@ class AlignedRun:
 
     def __init__(self, trace: Trace, *, has_failed: bool = False) -> None:
         self.world_size = len(trace.ranks)
-        self.processes: list[RecordedProcess | None] = []
+        self.processes: list[RecordingSettings | None] = []
         self.models: dict[int, Model] = {}
         self._updates: list[dict[int, RankUpdate]] = []
         self._begins: list[RankUpdate] = []
@@ -138,12 +138,12 @@ class AlignedRun:
         """First update of a second process in the same trace, which has resumed the first one."""
         last_steps: list[int] = []
         for events in trace.ranks:
-            process: RecordedProcess | None = None
+            process: RecordingSettings | None = None
             updates: dict[int, RankUpdate] = {}
             begin = RankUpdate()
             last = -2
             for event in events:
-                if isinstance(event, RecordedProcess):
+                if isinstance(event, RecordingSettings):
                     if process is not None:
                         self.resumed_at = event.first_update
                     process = process or event

@@ -86,7 +86,6 @@ class ClipRecorder:
                 micro_step=self._recording.micro_step,
                 norm=math.nan if "clip_value" in given else _number(result),
                 max_norm=_number(limit),
-                norm_type=math.inf if "clip_value" in given else _number(given.get("norm_type", 2.0)),
                 line=line_of_user(),
             )
         )

@@ -51,7 +51,7 @@ class Float64:
 
     def install(self, recording: Recording) -> None:
         """Patch what converts or casts. Converted models stay in float64."""
-        if recording.process.dtype != "float64":
+        if not recording.run.is_float64:
             return
         recording.on_model.append(self._begin)
         recording.input_transforms.append(self._transform)

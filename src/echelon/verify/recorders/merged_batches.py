@@ -44,7 +44,7 @@ class MergedBatches:
 
     def install(self, recording: Recording) -> None:
         """Patch the constructor and the length of DataLoader."""
-        self._factor = recording.process.batch_factor
+        self._factor = recording.run.batch_factor
         if self._factor > 1:
             recording.wrap(DataLoader, "__init__", self._construct)
             recording.wrap(DataLoader, "__len__", self._length)

@@ -88,11 +88,8 @@ def model_event(model: RecordedModel) -> Model:
             classes[plain_name(name)] = type(module).__name__
     return Model(
         model=model.index,
-        class_name=type(model.root).__name__,
         parameters=list(parameters),
-        shapes=[list(one.shape) for one in parameters.values()],
         dtypes=[str(one.dtype).removeprefix("torch.") for one in parameters.values()],
-        requires_grad=[one.requires_grad for one in parameters.values()],
         tied=dict(model.tied),
         buffers=list(model.buffers()),
         module_classes=classes,

@@ -145,8 +145,6 @@ class OptimizerRecorder:
         self._recording.add(
             OptimizerStep(
                 update=self._recording.update,
-                optimizer=number,
-                class_name=_class_name(optimizer),
                 lrs=[float(group.get("lr", 0.0)) for group in groups],
                 settings=[dict(_settings(group)) for group in groups],
                 group_of=group_of,
@@ -156,8 +154,9 @@ class OptimizerRecorder:
         )
 
     def _record_states(self, update: int) -> None:
-        begun = update - self._recording.first_update
-        is_whole = begun < _ALL_AT_FIRST or begun + 1 >= self._recording.steps
+        run = self._recording.run
+        begun = update - run.first_update
+        is_whole = begun < _ALL_AT_FIRST or begun + 1 >= run.steps
         for number in sorted(self._stepped):
             sketches = sketch_optimizer_state(
                 self._recording, self._optimizers[number], update=None if is_whole else update
@@ -209,11 +208,6 @@ def _state(recording: Recording, state: Any, update: int | None) -> tuple[list[s
 def _phase(name: str) -> int:
     """Return a number that is the same on all ranks and in all runs."""
     return crc32(name.encode())
-
-
-def _class_name(optimizer: Optimizer) -> str:
-    inner: Any = getattr(optimizer, "optim", None)
-    return type(inner if isinstance(inner, Optimizer) else optimizer).__name__
 
 
 def _settings(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -23,26 +23,23 @@ class Perturbation:
     Each element of each gradient whose error is known changes by as much as rounding may change it, before an optimizer step. It shows what
     the optimizer makes of rounding errors: where a gradient is close to zero, a step of Adam has the sign of the error.
 
-    Args:
-        seed: of the random signs; the runs of an odd seed and the next even one are changed in opposite directions.
-        errors: what rounding explains of the gradient of each parameter (``"0:weight"``), as a part of its norm.
+    The runs of an odd seed and the next even one are changed in opposite directions.
     """
 
-    def __init__(self, seed: int, errors: Mapping[str, float] | None = None) -> None:
-        self._seed = seed
-        self._signs = _Signs(seed)
-        self._errors = errors or {}
+    def __init__(self) -> None:
         self._recording: Recording
+        self._signs: _Signs
 
     def install(self, recording: Recording) -> None:
         """Register the callbacks: that of gradients runs after the one of their recorder, which is installed before."""
-        self._recording = recording
-        recording.on_model.append(self._perturb_weights)
-        if self._errors:
+        if recording.run.perturbation:
+            self._recording = recording
+            self._signs = _Signs(recording.run.perturbation)
+            recording.on_model.append(self._perturb_weights)
             recording.on_step.append(self._before_step)
 
     def _perturb_weights(self, root: nn.Module) -> None:
-        signs = _Signs(self._seed)
+        signs = _Signs(self._recording.run.perturbation)
         with torch.no_grad():
             for parameter in root.parameters():
                 weights = _local(parameter)
@@ -66,7 +63,7 @@ class Perturbation:
         }
 
     def _perturb(self, name: str, gradient: torch.Tensor, unused: Mapping[str, torch.Tensor]) -> None:
-        error = self._errors.get(name, 0.0)
+        error = self._recording.run.gradient_errors.get(name, 0.0)
         norm = float(gradient.double().norm())
         if error > 0 and 0 < norm < math.inf:
             change = self._signs.like(gradient) * (error * norm / math.sqrt(gradient.numel()))
