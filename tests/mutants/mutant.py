@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from echelon.verify.finding import STAGES, Finding, Stage
+from echelon.distributed.checks.finding import STAGES, Finding, Stage
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 CUT_TEXTS = (

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from echelon.distributed.checks.finding import STAGES, Finding, Stage
 from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.differences import Comparison, RunDifference, Tally, structure_differences
 from echelon.verify.comparison.findings import finding_of
@@ -20,7 +21,7 @@ from echelon.verify.comparison.invariants import (
 from echelon.verify.comparison.sample_comparison import SampleComparison
 from echelon.verify.comparison.saved_states import load_differences, resume_differences, save_differences
 from echelon.verify.comparison.tolerance import Measurement, RoundingModel
-from echelon.verify.finding import STAGES, Cell, CellState, Coverage, Finding, Stage, Verdict
+from echelon.verify.finding import Cell, CellState, Coverage, Verdict
 from echelon.verify.trace import OptimizerStep, Trace
 
 _DOUBLE_ROUNDOFF = 2.0**-53

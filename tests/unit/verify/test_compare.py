@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from echelon.distributed.checks.finding import Finding, Stage
 from echelon.distributed.checks.sketch import Sketch, sketch_of
 from echelon.verify.compare import CompareOptions, compare, gradient_errors
 from echelon.verify.comparison.gradient_causes import ratio_between, scale_between
 from echelon.verify.comparison.tolerance import f_quantile
-from echelon.verify.finding import Finding, Stage, Verdict
+from echelon.verify.finding import Verdict
 from echelon.verify.trace import (
     Batch,
     Clip,

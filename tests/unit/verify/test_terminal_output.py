@@ -12,13 +12,14 @@ import pytest
 
 from echelon.base.messages.translation import translate
 from echelon.cli.main import main
+from echelon.distributed.checks.finding import STAGES, Finding
 from echelon.verify.command.layouts import Layout, parse_layouts
 from echelon.verify.command.page import render_verification
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.command.terminal_output import Palette, headline, render, shown_line
 from echelon.verify.command.verification import LayoutResult, Verification, VerifyPlan
 from echelon.verify.comparison.cause_catalogue import CAUSES
-from echelon.verify.finding import STAGES, Cell, Coverage, Finding, Verdict
+from echelon.verify.finding import Cell, Coverage, Verdict
 from echelon.verify.trace import RecordingSettings
 from tests.browser import CHROMIUM, Browser, open_browser
 

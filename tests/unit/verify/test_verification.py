@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from echelon.base.errors import ConfigError, UsageError
+from echelon.distributed.checks.finding import Finding
 from echelon.distributed.checks.sketch import Sketch
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.verify.command.layouts import Layout, parse_layouts
 from echelon.verify.command.run_layouts import LayoutRun, LayoutRunner, RunFailure, RunLimits, RunRequest
 from echelon.verify.command.verification import Verification, VerifyPlan, verify
-from echelon.verify.finding import Finding, Verdict
+from echelon.verify.finding import Verdict
 from echelon.verify.trace import (
     RUN_FILE,
     VERSION,

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from echelon._version import __version__
 from echelon.base.messages.translation import language, translate
 from echelon.base.printable import printable
+from echelon.distributed.checks.finding import STAGES, Finding
 from echelon.verify.command.run_layouts import RunFailure
 from echelon.verify.command.terminal_output import (
     REMARK,
@@ -21,7 +22,7 @@ from echelon.verify.command.terminal_output import (
     summary_of,
 )
 from echelon.verify.command.verification import LayoutResult, Verification
-from echelon.verify.finding import STAGES, Cell, Finding, Verdict
+from echelon.verify.finding import Cell, Verdict
 
 _MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

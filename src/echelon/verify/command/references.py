@@ -15,7 +15,6 @@ from echelon.verify.trace import (
     Batch,
     Model,
     OptimizerStep,
-    RecordingSettings,
     Trace,
     read_trace,
     recorded_version,
@@ -26,18 +25,19 @@ _NUM_PERTURBED = 4
 in one run of a pair."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reference:
-    """A run on one process."""
+    """A run on one process, and others of it that ``References`` has run so far."""
 
     batch_factor: int
     trace: Trace
-    seconds: float
+    has_float64: bool = False
+    """Whether the run in float64 was tried."""
     float64: Trace | None = None
     """The same run in float64; None if it was not run, or failed."""
     float64_failure: RunFailure | None = None
-    perturbed: tuple[Trace, ...] = ()
-    """The same run with initial weights that differ by one rounding."""
+    perturbed: list[Trace] | None = None
+    """The same run with initial weights that differ by one rounding; None: not run yet."""
 
 
 class MergeError(Exception):
@@ -59,8 +59,6 @@ class References:
         self._base, self._record = base, record
         self._saved = {} if saved is None else saved_traces(saved)
         self._found: dict[int, Reference | LayoutRun] = {}
-        self._twins: dict[int, Reference] = {}
-        self._perturbed: dict[int, tuple[Trace, ...]] = {}
 
     @property
     def runs_nothing(self) -> bool:
@@ -81,19 +79,19 @@ class References:
             self._found[factor] = self._load(factor) if self._saved else self._run(factor)
         return self._found[factor]
 
-    def with_float64(self, reference: Reference) -> Reference:
-        """Return ``reference`` with its twin in float64, if that can be run."""
-        factor = reference.batch_factor
-        if factor not in self._twins:
-            self._twins[factor] = reference if self._saved else self._run_float64(reference)
-        return self._twins[factor]
+    def add_float64(self, reference: Reference) -> None:
+        """Run ``reference`` in float64, if it was not tried yet."""
+        if not reference.has_float64 and not self._saved:
+            request = self._request(reference.batch_factor, name="reference in float64", suffix="-float64")
+            run = self._record(replace(request, run=replace(request.run, is_float64=True)))
+            reference.float64_failure = run.failure
+            reference.float64 = read_trace(request.folder) if run.failure is None else None
+        reference.has_float64 = True
 
-    def with_perturbations(self, reference: Reference) -> Reference:
-        """Return ``reference`` with runs whose initial weights differ by one rounding, if they can be run."""
-        factor = reference.batch_factor
-        if factor not in self._perturbed:
-            self._perturbed[factor] = () if self._saved else tuple(self._run_perturbed(reference))
-        return replace(reference, perturbed=self._perturbed[factor])
+    def add_perturbations(self, reference: Reference) -> None:
+        """Run ``reference`` with initial weights that differ by one rounding, if that was not done yet."""
+        if reference.perturbed is None:
+            reference.perturbed = [] if self._saved else list(self._run_perturbed(reference))
 
     def repeat(self, reference: Reference) -> Trace | LayoutRun:
         """Run ``reference`` once more, to see whether the script repeats itself."""
@@ -110,21 +108,14 @@ class References:
             )
         own, float64 = self._saved[factor]
         trace = None if float64 is None else read_trace(float64)
-        return Reference(batch_factor=factor, trace=read_trace(own), seconds=0.0, float64=trace)
+        return Reference(batch_factor=factor, trace=read_trace(own), float64=trace)
 
     def _run(self, factor: int) -> Reference | LayoutRun:
         name = "reference (one process)" if factor == 1 else f"reference, {factor} batches of the loader in one"
         run = self._record(self._request(factor, name=name))
         if run.failure is not None:
             return run
-        return Reference(batch_factor=factor, trace=read_trace(run.request.folder), seconds=run.seconds)
-
-    def _run_float64(self, reference: Reference) -> Reference:
-        request = self._request(reference.batch_factor, name="reference in float64", suffix="-float64")
-        run = self._record(replace(request, run=replace(request.run, is_float64=True)))
-        if run.failure is not None:
-            return replace(reference, float64_failure=run.failure)
-        return replace(reference, float64=read_trace(request.folder))
+        return Reference(batch_factor=factor, trace=read_trace(run.request.folder))
 
     def _run_perturbed(self, reference: Reference) -> Iterator[Trace]:
         factor = reference.batch_factor
@@ -147,9 +138,6 @@ def saved_traces(folder: Path) -> dict[int, tuple[Path, Path | None]]:
     Raises:
         UsageError: there are none, or another version of echelon has recorded them.
     """
-    if _has_traces(folder):
-        _require_version(folder)
-        return {_factor_of(folder): (folder, None)}
     found: dict[int, tuple[Path, Path | None]] = {}
     for path in folder.glob("reference-*"):
         number = path.name.removeprefix("reference-")
@@ -178,11 +166,6 @@ def _require_version(folder: Path) -> None:
 
 def _has_traces(folder: Path) -> bool:
     return any(folder.glob("rank_*.trace.jsonl"))
-
-
-def _factor_of(folder: Path) -> int:
-    events = (event for rank in read_trace(folder).ranks for event in rank)
-    return next((event.batch_factor for event in events if isinstance(event, RecordingSettings)), 1)
 
 
 def batch_factor(layout: Trace, one_process: Trace) -> int:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from echelon.base.messages.terminal import num_columns, pad, wrap
 from echelon.base.messages.translation import language, translate
 from echelon.base.printable import printable
+from echelon.distributed.checks.finding import Finding, Stage
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import RunFailure
 from echelon.verify.command.verification import LayoutResult, Verification
-from echelon.verify.finding import Finding, Stage, Verdict
+from echelon.verify.finding import Verdict
 
 REMARK = "Note: this differs from one process, but is just as correct, so the result above does not include it; a change is optional"
 _NO_USER_CODE = "(the Trainer runs this stage; no code of the script takes part in it)"

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from echelon.distributed.checks.finding import Finding
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.references import MergeError, Reference, References, batch_factor
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.compare import CompareOptions, compare
 from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.invariants import unequal_progress
-from echelon.verify.finding import Finding, Verdict
+from echelon.verify.finding import Verdict
 from echelon.verify.trace import Event, Model, RecordingSettings, Trace, read_trace
 
 Outcome = Literal["same", "different", "not comparable", "failed"]
@@ -279,13 +280,15 @@ class _Work:
         verdict = self._compare_traces(trace, reference.trace, options=replace(options, is_bitwise=True))
         if must_be_equal or verdict.result != "different":
             return verdict
-        reference = self._references.with_float64(reference)
+        self._references.add_float64(reference)
         self.float64_failure = reference.float64_failure
         verdict = self._compare_traces(trace, reference.trace, reference.float64, options=options)
         if verdict.finding is None or not verdict.finding.may_be_rounding:
             return verdict
-        perturbed = self._references.with_perturbations(reference).perturbed
-        return self._compare_traces(trace, reference.trace, reference.float64, perturbed=perturbed, options=options)
+        self._references.add_perturbations(reference)
+        return self._compare_traces(
+            trace, reference.trace, reference.float64, perturbed=reference.perturbed, options=options
+        )
 
     def _not_comparable(self, result: LayoutResult, trace: Trace, reason: str) -> LayoutResult:
         verdict = Verdict(result="not comparable", num_updates=0, world_size=len(trace.ranks), reason=reason)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from echelon.verify.finding import Stage
+from echelon.distributed.checks.finding import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

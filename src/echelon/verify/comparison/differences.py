@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from echelon.distributed.checks.finding import Stage
 from echelon.distributed.checks.sketch import NUM_BUCKETS, Sketch
 from echelon.verify.comparison.alignment import (
     AlignedRun,
@@ -19,7 +20,6 @@ from echelon.verify.comparison.alignment import (
     rows_by_sample,
 )
 from echelon.verify.comparison.tolerance import Measurement, RoundingModel, unit_roundoff
-from echelon.verify.finding import Stage
 from echelon.verify.trace import Content, Forward
 
 DifferenceKind: TypeAlias = Literal[

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from echelon.distributed.checks.finding import Finding, Stage
 from echelon.verify.comparison.alignment import RankUpdate
 from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
@@ -24,7 +25,6 @@ from echelon.verify.comparison.value_causes import (
     structure_cause,
 )
 from echelon.verify.comparison.wording import named_ranks
-from echelon.verify.finding import Finding, Stage
 
 _SUBJECTS: dict[Stage, str] = {
     "initial weights": "the weights before the first update differ",

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from echelon.distributed.checks.finding import Stage
 from echelon.distributed.checks.sketch import Sketch
 from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.wording import listed, named_ranks, per_rank
-from echelon.verify.finding import Stage
 
 Vector = Mapping[str, np.ndarray]
 """Projections of tensors by name, which stand for one vector."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
 
+import torch
+
 _MAX_FREEDOM = 1e6  # in place of infinitely many degrees of freedom
 
 
@@ -142,22 +144,14 @@ def _away_from_zero(value: float, tiny: float) -> float:
     return value if abs(value) > tiny else tiny
 
 
+@lru_cache(maxsize=4096)
 def _digamma(x: float) -> float:
-    result = 0.0
-    while x < 6:
-        result -= 1 / x
-        x += 1
-    square = 1 / (x * x)
-    return result + math.log(x) - 0.5 / x - square * (1 / 12 - square * (1 / 120 - square / 252))
+    return float(torch.digamma(torch.tensor(x, dtype=torch.float64)))
 
 
+@lru_cache(maxsize=4096)
 def _trigamma(x: float) -> float:
-    result = 0.0
-    while x < 6:
-        result += 1 / (x * x)
-        x += 1
-    square = 1 / (x * x)
-    return result + 1 / x + square / 2 + square / x * (1 / 6 - square * (1 / 30 - square / 42))
+    return float(torch.polygamma(1, torch.tensor(x, dtype=torch.float64)))
 
 
 def _inverse_trigamma(value: float) -> float:

@@ -126,4 +126,7 @@ def _reduce(engine: Any, parameters: list[torch.Tensor]) -> None:
 
 
 def _with_subclasses(kind: type) -> list[type]:
-    return [kind, *(one for inner in kind.__subclasses__() for one in _with_subclasses(inner))]
+    found = [kind]
+    for inner in kind.__subclasses__():
+        found += _with_subclasses(inner)
+    return found

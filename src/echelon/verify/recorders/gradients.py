@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from echelon.distributed.checks.gradient_hook import GradientHook
 from echelon.distributed.checks.named_sketches import sketch_named
 from echelon.distributed.checks.sketch import LatestSketches
 from echelon.verify.recorders.models import RecordedModel
@@ -20,8 +21,7 @@ from echelon.verify.recording import Recording
 class GradientRecorder:
     """Records the stages ``local``, ``reduced`` and ``clipped``.
 
-    A local gradient is read before autograd adds it to ``.grad``: after that, engines reduce it in place. Under ``fully_shard`` it is
-    the gradient of the gathered parameter.
+    Under ``fully_shard``, a local gradient is that of the gathered parameter.
     """
 
     def __init__(self, optimizers: OptimizerRecorder) -> None:
@@ -29,8 +29,8 @@ class GradientRecorder:
         self._recording: Recording
         self._order: dict[str, int] = {}
         self._local: dict[str, torch.Tensor] = {}
-        self._hooks: dict[int, Any] = {}
-        self._nodes: list[Any] = []  # torch keeps them only while a graph needs them
+        self._hooks: dict[int, GradientHook] = {}
+        """By the id of the parameter, which the hook keeps alive."""
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._latest = LatestSketches()
         """In one process, reduced gradients are the local ones, and clipping changes few."""
@@ -49,7 +49,7 @@ class GradientRecorder:
     def _remove_hooks(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
-        self._nodes.clear()
+        self._hooks.clear()
 
     # ---- local ---------------------------------------------------------------------------------------------------------
 
@@ -76,18 +76,12 @@ class GradientRecorder:
                 self._hook(whole, name)
 
     def _hook(self, parameter: nn.Parameter, name: str) -> None:
-        if id(parameter) in self._hooks:
-            return
-        accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
-        # A hook on the node sees what all hooks on the parameter have made of the gradient.
-        self._hooks[id(parameter)] = accumulator.register_prehook(partial(self._keep, name))
-        self._nodes.append((accumulator, parameter))
+        if id(parameter) not in self._hooks:
+            self._hooks[id(parameter)] = GradientHook(parameter, partial(self._keep, name))
 
-    def _keep(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        if gradients[0] is not None:
-            own, earlier = gradients[0].detach(), self._local.get(name)
-            # There is an earlier one of another checkpointed block in the same pass.
-            self._local[name] = own.clone() if earlier is None else earlier + own
+    def _keep(self, name: str, gradient: torch.Tensor) -> None:
+        earlier = self._local.get(name)  # of another checkpointed block in the same pass
+        self._local[name] = gradient.clone() if earlier is None else earlier + gradient
 
     def _end_micro_step(self) -> None:
         local, self._local = self._local, {}

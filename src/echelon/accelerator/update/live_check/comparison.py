@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from echelon.accelerator.update.live_check.mismatch import Mismatch, allowed_factor, those
 from echelon.accelerator.update.live_check.observation import LossWeight, Observation
 from echelon.distributed.alone import is_alone
+from echelon.distributed.checks.finding import Finding, Stage
 from echelon.distributed.checks.sketch import NUM_BUCKETS
 from echelon.distributed.small_messages import gather_bytes, host_wire
 
@@ -25,12 +25,19 @@ _MIN_ROWS = 8
 _MOSTLY_DISTINCT = 0.9
 _MOSTLY_COMMON = 0.5
 _KINDS = ("weights", "gradient", "after")
+_ORDER: tuple[Stage, ...] = (
+    "data", "rng", "buffers", "loss weight", "reduce", "clip", "scheduler", "optimizer", "weights",
+)  # fmt: skip
+"""Stages in which an update is compared, in the order in which they are reported: one follows from the other."""
+_FALSE_ALARMS = 1e-6
+"""Expected number of false alarms in a run, however long it is."""
+_NUM_SHOWN = 3
 _LOCAL_ROUNDINGS = 5
 """Roundings of a gradient's element besides the additions: cast, division by the number of ranks, cast back, factor, unscaling."""
 
 
 class UpdateComparison:
-    """One comparison. Every rank finds the same mismatches.
+    """One comparison. Every rank finds the same findings.
 
     Args:
         observation: the update on this rank.
@@ -59,7 +66,7 @@ class UpdateComparison:
         self._names = [one.name for one in self._ledger.watched]
         self._factor = allowed_factor(len(self._names) * (NUM_BUCKETS + 2), number=number)
         self._rows = [*carried_rows, *observation.rows]
-        self._found: list[Mismatch] = []
+        self._found: list[Finding] = []
         self._ranks: list[dict[str, Any]] = []
         """Facts of all ranks, by rank."""
         self.is_over = False
@@ -71,7 +78,7 @@ class UpdateComparison:
         self.has_equal_masks = False
         """Whether ranks draw the same dropout masks."""
 
-    def run(self, *, is_exact: bool) -> list[Mismatch]:
+    def run(self, *, is_exact: bool) -> list[Finding]:
         """Return what differs, the first stage first. Collective: call on every rank."""
         self._ranks = [json.loads(theirs) for theirs in gather_bytes(json.dumps(self._facts()).encode())]
         self.is_over = any(self._all("num_steps"))
@@ -90,7 +97,7 @@ class UpdateComparison:
             self._compare_hashes("gradient", "reduce")
             self._compare_settings()
             self._compare_hashes("after", "optimizer")
-        return sorted(self._agree(), key=lambda one: one.order)
+        return sorted(self._agree(), key=lambda one: (_ORDER.index(one.stage), -(one.difference or 0.0)))
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -137,26 +144,28 @@ class UpdateComparison:
         """Return a value of each rank, after a difference was found in its hash. Collective."""
         return [json.loads(theirs) for theirs in gather_bytes(json.dumps(mine).encode())]
 
-    def _agree(self) -> list[Mismatch]:
-        """Return the mismatches of all ranks, those that only one rank sees included."""
-        merged: dict[tuple[str, str], list[Mismatch]] = {}
+    def _agree(self) -> list[Finding]:
+        """Return the findings of all ranks, those that only one rank sees included."""
+        merged: dict[tuple[str, str], list[Finding]] = {}
         for found in self._details([asdict(one) for one in self._own.found]):
-            for one in (Mismatch(**facts) for facts in found):
+            for one in (Finding(**facts) for facts in found):
                 merged.setdefault((one.stage, one.what), []).append(one)
         for same in merged.values():
             ranks = sorted({rank for one in same for rank in one.ranks})
-            first = max(same, key=lambda one: one.size)
+            first = max(same, key=lambda one: one.difference or 0.0)
             self._found.append(replace(first, ranks=[] if len(ranks) == self._world_size else ranks))
         return self._found
 
-    def _report(self, stage: str, what: str, do: str, **facts: Any) -> None:
+    def _report(self, stage: Stage, what: str, do: str, **facts: Any) -> None:
         """Add something that all ranks find."""
-        self._found.append(Mismatch(stage=stage, what=what, do=do, line=self._own.line, **facts))
+        own = self._own
+        self._found.append(Finding(update=own.update, stage=stage, what=what, do=do, line=own.line, **facts))
 
-    def _note(self, stage: str, what: str, do: str, *, line: str = "", **facts: Any) -> None:
+    def _note(self, stage: Stage, what: str, do: str, *, line: str = "", **facts: Any) -> None:
         """Add something that this rank finds alone."""
-        line = line or self._own.line
-        self._own.found.append(Mismatch(stage=stage, what=what, do=do, ranks=[self._rank], line=line, **facts))
+        own, line = self._own, line or self._own.line
+        facts["ranks"] = [self._rank]
+        own.found.append(Finding(update=own.update, stage=stage, what=what, do=do, line=line, **facts))
 
     def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
         if is_alone():
@@ -217,7 +226,7 @@ class UpdateComparison:
 
     # ---- replicas ----------------------------------------------------------------------------------------------------
 
-    def _compare_hashes(self, kind: str, stage: str) -> None:
+    def _compare_hashes(self, kind: str, stage: Stage) -> None:
         """Compare tensors that must have the same bits on all ranks, or on all ranks that hold the same shard."""
         keys = self._all("shard")
         same_shard: dict[int, set[int]] = {}
@@ -306,7 +315,7 @@ class UpdateComparison:
                     f"{norm:.6g}",
                     "clip with accelerator.clip_grad_norm_(), after the last backward() of the update, with the parameters of the "
                     "prepared model",
-                    size=abs(clip.norm - norm) / norm,
+                    difference=abs(clip.norm - norm) / norm,
                     line=clip.line,
                 )
 
@@ -327,7 +336,7 @@ class UpdateComparison:
                     "loss weight",
                     f"a loss has weight {weight:.6g} in the update, but its share is {share:.6g} ({items})",
                     "report this as a bug of echelon, with the loop",
-                    size=abs(weight - share) / (share or 1.0),
+                    difference=abs(weight - share) / (share or 1.0),
                     line=one.line,
                 )
                 return
@@ -376,7 +385,7 @@ class UpdateComparison:
             f"{cause}",
             do,
             tensors=tensors,
-            size=relative[bad[0]],
+            difference=relative[bad[0]],
         )
 
     def _cause(
@@ -537,3 +546,22 @@ def _odd_ranks(values: Sequence[Any]) -> list[int]:
 
 def _are_close(values: Sequence[float], tolerance: float) -> bool:
     return max(values) - min(values) <= tolerance * max(map(abs, values))
+
+
+def those(names: Sequence[object], kind: str = "") -> str:
+    """Return the first of ``names`` in words."""
+    shown = ", ".join(map(str, names[:_NUM_SHOWN]))
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return f"{kind}{'s' * (len(names) > 1) if kind else ''}{' ' if kind else ''}{shown}{more}"
+
+
+def allowed_factor(num_comparisons: int, *, number: int) -> float:
+    """Return how many standard deviations rounding may take in check ``number`` (from 1) of a run.
+
+    A union bound over all comparisons of all checks: the checks' shares of the allowed false alarms, ``6 / (pi * number)**2`` each, add
+    up to 1.
+
+    Source: Hoeffding's inequality for sums with random signs.
+    """
+    share = _FALSE_ALARMS * 6 / (math.pi * number) ** 2
+    return math.sqrt(2 * math.log(2 * max(num_comparisons, 1) / share))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
 
-from echelon.accelerator.update.live_check.mismatch import roundoff, smallest
 from echelon.base.sharded import is_dtensor
+from echelon.distributed.checks.gradient_hook import GradientHook
 from echelon.distributed.checks.named_sketches import shard_layout
 from echelon.distributed.checks.sketch import NUM_BUCKETS, LatestSketches, Sketches, sketches_of
 from echelon.distributed.uncompiled import uncompiled
@@ -158,7 +159,7 @@ class GradientLedger:
     @contextmanager
     def observing(self, *, adds_zeros: bool) -> Iterator[None]:
         """Add the gradients that a backward pass in the block computes on this rank."""
-        handles, rows, errors = [], [], []
+        hooks, rows, errors = [], [], []
         for i, local in enumerate(self._engine.local_gradients([one.parameter for one in self.watched])):
             if local.leaf is None or is_dtensor(local.leaf):
                 self.is_unknown[i] = True
@@ -167,14 +168,14 @@ class GradientLedger:
             rows.append(i)
             errors.append((roundoff(*dtypes), smallest(*dtypes)))
             if not adds_zeros and local.leaf.requires_grad:
-                handles.append(local.leaf.register_hook(self._hook(i)))  # type: ignore[no-untyped-call]
+                hooks.append(GradientHook(local.leaf, self._hook(i)))
         if rows:
             self.roundoffs[rows], self.spacings[rows] = torch.tensor(errors, dtype=torch.float64).T
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            for hook in hooks:
+                hook.remove()
         self._add_held()
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
@@ -183,7 +184,7 @@ class GradientLedger:
             if gradient.layout is not torch.strided or is_dtensor(gradient):
                 self.is_unknown[number] = True
             elif gradient.numel() <= _SMALL:
-                self._held.append((number, gradient.detach().clone()))  # DDP may reduce it in place
+                self._held.append((number, gradient.clone()))  # DDP may reduce it in place
             else:
                 self._sketched.append((number, self._sketch([number], [gradient])))
 
@@ -277,3 +278,21 @@ class GradientLedger:
     def _locals(self, numbers: Sequence[int]) -> tuple[list[torch.Tensor], list[int]]:
         gradients = [self._gradient(i) for i in numbers]
         return [local_of(g) for g in gradients if g is not None], [self.watched[i].offset for i in numbers]
+
+
+@cache
+def roundoff(*dtypes: torch.dtype | None) -> float:
+    """Return the unit roundoff of the coarsest dtype."""
+    return max((kind.eps / 2 for kind in _inexact(dtypes)), default=0.0)
+
+
+@cache
+def smallest(*dtypes: torch.dtype | None) -> float:
+    """Return the distance between numbers near zero in the coarsest dtype."""
+    return max((kind.tiny * kind.eps for kind in _inexact(dtypes)), default=0.0)
+
+
+def _inexact(dtypes: Sequence[torch.dtype | None]) -> list[torch.finfo]:
+    return [
+        torch.finfo(dtype) for dtype in dtypes if dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+    ]

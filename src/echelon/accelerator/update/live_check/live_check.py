@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.prepared_objects import PreparedObjects
-from echelon.accelerator.update.live_check.comparison import UpdateComparison
-from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, watched_parameters
-from echelon.accelerator.update.live_check.mismatch import Mismatch, allowed_factor, roundoff, those
+from echelon.accelerator.update.live_check.comparison import UpdateComparison, allowed_factor, those
+from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, roundoff, watched_parameters
 from echelon.accelerator.update.live_check.observation import (
     ClipCall,
     LossWeight,
@@ -38,6 +37,7 @@ from echelon.config.schema import RunConfig
 from echelon.data.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.data_fingerprint import row_fingerprints
+from echelon.distributed.checks.finding import Finding
 from echelon.distributed.checks.sketch import NUM_BUCKETS
 from echelon.engines.base import Engine
 from echelon.engines.delegating_engine import DelegatingEngine
@@ -397,8 +397,9 @@ class LiveCheck(DelegatingEngine):
             )
 
     def _add(self, observed: Observation, **facts: Any) -> None:
-        """Add a mismatch that this rank sees alone."""
-        observed.found.append(Mismatch(**facts, ranks=[self._world.rank], line=str(user_line())))
+        """Add what this rank finds alone."""
+        rank, line = self._world.rank, str(user_line())
+        observed.found.append(Finding(update=observed.update, **facts, ranks=[rank], line=line))
 
     def _power(self, ledger: GradientLedger, numbers: list[int], before: torch.Tensor, norm_type: float) -> float:
         """Return this rank's share of the sum of the elements' powers."""
@@ -515,7 +516,7 @@ class LiveCheck(DelegatingEngine):
                 "gradient and state",
                 do="do not change weights or optimizer state inside step() (hooks, a replaced step method), and call it once",
                 tensors=names,
-                size=max(difference for _, difference in different),
+                difference=max(difference for _, difference in different),
             )
 
     # ---- the comparison ----------------------------------------------------------------------------------------------
@@ -545,7 +546,7 @@ class LiveCheck(DelegatingEngine):
         if comparison.has_equal_masks and not self._is_exact:
             self._warn_of_equal_masks()
         if found:
-            self._report(observed.update, found)
+            self._report(found)
 
     def _warn_of_equal_masks(self) -> None:
         if not self._warned_of_masks:
@@ -555,11 +556,11 @@ class LiveCheck(DelegatingEngine):
                 "each sample as one process does, call set_seed(seed, device_specific=True) after the model is built"
             )
 
-    def _report(self, update: int, found: list[Mismatch]) -> None:
+    def _report(self, found: list[Finding]) -> None:
         first, *others = found
         stages = list(dict.fromkeys(one.stage for one in others if one.stage != first.stage))
         also = f" (later stages differ, too: {', '.join(stages)})" if stages else ""
-        what = f"update {update} is not the update that one process makes with the same batch: {first.what}{also}"
+        what = f"update {first.update} is not the update that one process makes with the same batch: {first.what}{also}"
         ranks = [those(first.ranks, "rank")] if first.ranks else []
         origin = self._config.origins["verify_every"]
         place = [f"stage {first.stage}", *ranks, *([first.line] if first.line else [])]

@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, local_of
-from echelon.accelerator.update.live_check.mismatch import Mismatch
+from echelon.distributed.checks.finding import Finding
 from echelon.distributed.checks.sketch import Hashes, content_hashes
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_name
@@ -125,7 +125,7 @@ class Observation:
     """By the index of the optimizer."""
     hashes: dict[str, Hashes] = field(default_factory=dict)
     """Of weights before and after, and of the gradient that the optimizer used; one number per parameter."""
-    found: list[Mismatch] = field(default_factory=list)
+    found: list[Finding] = field(default_factory=list)
     """Mismatches that this rank sees alone."""
 
     @property
