@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
@@ -226,9 +225,6 @@ Event: TypeAlias = (
     RecordingSettings | Model | Batch | Forward | Loss | SketchedTensors | Clip | OptimizerStep | Rng | Note
 )
 _KINDS: dict[str, Any] = {one.kind: one for one in get_args(Event)}
-_NAMES: dict[type, list[str]] = {one: [each.name for each in fields(one)] for one in _KINDS.values()}
-_FIELDS: dict[type, tuple[list[str], Any]] = {one: (names, attrgetter(*names)) for one, names in _NAMES.items()}
-"""Names of the fields of each kind, and what reads them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,8 +293,7 @@ def _events(path: Path) -> Iterator[Event]:
 
 
 def _line_of(event: Event) -> str:
-    names, read = _FIELDS[type(event)]
-    values = {"kind": event.kind, **dict(zip(names, read(event)))}
+    values = {"kind": event.kind, **{name: getattr(event, name) for name in event.__slots__}}
     if isinstance(event, SketchedTensors):
         values["sketches"] = Sketches.of(event.sketches)
     return _ENCODER.encode(values) + "\n"

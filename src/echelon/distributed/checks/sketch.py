@@ -201,6 +201,14 @@ def content_hashes(tensors: Sequence[torch.Tensor]) -> Hashes:
     return found
 
 
+def generator_hash(device: torch.device) -> int:
+    """Return a hash of the state of torch's generator for ``device``, from which dropout masks are drawn."""
+    state = (
+        torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device).cpu()
+    )
+    return xxhash.xxh3_64_intdigest(state.numpy().data) >> 2
+
+
 class LatestSketches:
     """Sketches of tensors by key. A large tensor with the contents that its key had at the latest call is not sketched again.
 

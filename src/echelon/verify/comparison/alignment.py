@@ -215,10 +215,10 @@ class AlignedRun:
 
     def resumed_tensors(self, kind: Content) -> dict[str, RecordedTensor]:
         """Return the tensors of ``kind`` with which the second process began."""
-        return _whole_tensors(self._begins, kind)
+        return whole_tensors(_events(self._begins, kind))
 
     def _collect(self, update: int, kind: Content) -> dict[str, RecordedTensor]:
-        tensors = _whole_tensors(self.ranks_at(update), kind)
+        tensors = whole_tensors(_events(self.ranks_at(update), kind))
         if kind != "clipped" or not tensors:
             return tensors
         # Clipped gradients are recorded only where clipping changed them.
@@ -227,7 +227,7 @@ class AlignedRun:
         for name, one in reduced.items():
             own = tensors[name].by_rank if name in tensors else {}
             ranks = {rank: own.get(rank, sketch) for rank, sketch in one.by_rank.items()}
-            result[name] = whole_tensor(ranks, one.replica_of)
+            result[name] = _whole_tensor(ranks, one.replica_of)
         return result
 
 
@@ -246,20 +246,25 @@ def _drop_idle_clips(ranks: Sequence[RankUpdate]) -> None:
         one.clips[:] = [clip for clip in one.clips if clip.micro_step not in idle]
 
 
-def _whole_tensors(ranks: Sequence[RankUpdate], kind: Content) -> dict[str, RecordedTensor]:
+def _events(ranks: Sequence[RankUpdate], content: Content) -> Iterator[tuple[int, SketchedTensors]]:
+    for rank, one in enumerate(ranks):
+        yield from ((rank, event) for event in one.tensors if event.content == content)
+
+
+def whole_tensors(events: Iterable[tuple[int, SketchedTensors]]) -> dict[str, RecordedTensor]:
+    """Return the tensors of which ranks have recorded copies or shards, by name."""
     by_rank: dict[str, dict[int, Sketch]] = {}
     replica_of: dict[str, dict[int, int]] = {}
-    for rank, one in enumerate(ranks):
-        for event in one.tensors:
-            # The latest counts: with a clipping call in each micro-step, gradients are also recorded before the last backward pass.
-            for name, sketch in zip(event.names, event.sketches, strict=True) if event.content == kind else ():
-                by_rank.setdefault(name, {})[rank] = sketch
-                if event.is_sharded:
-                    replica_of.setdefault(name, {})[rank] = event.replica
-    return {name: whole_tensor(sketches, replica_of.get(name)) for name, sketches in by_rank.items()}
+    for rank, event in events:
+        # The latest counts: with a clipping call in each micro-step, gradients are also recorded before the last backward pass.
+        for name, sketch in zip(event.names, event.sketches, strict=True):
+            by_rank.setdefault(name, {})[rank] = sketch
+            if event.is_sharded:
+                replica_of.setdefault(name, {})[rank] = event.replica
+    return {name: _whole_tensor(sketches, replica_of.get(name)) for name, sketches in by_rank.items()}
 
 
-def whole_tensor(by_rank: dict[int, Sketch], replica_of: Mapping[int, int] | None) -> RecordedTensor:
+def _whole_tensor(by_rank: dict[int, Sketch], replica_of: Mapping[int, int] | None) -> RecordedTensor:
     """Return the tensor of which ranks have copies or, if ``replica_of`` tells of which replica each rank's shard is, shards."""
     if replica_of is None:
         return RecordedTensor(whole=next(iter(by_rank.values())), by_rank=by_rank)

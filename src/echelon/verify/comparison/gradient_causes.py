@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -70,9 +70,7 @@ class GradientCauses:
         local = self._run.local_gradients(update)
         self._local = {key: _vector({name: one[name] for name in names if name in one}) for key, one in local.items()}
         self._they_clip = bool(comparison.reference.at(0, update).clips)
-        self._their_local = _sum_of_vectors(
-            [_vector(one) for one in comparison.reference.local_gradients(update).values()]
-        )
+        self._their_local = _sum((1.0, _vector(one)) for one in comparison.reference.local_gradients(update).values())
         self._weights, self._weight_word = self._item_weights()
         previous = self._run.tensors(update - 1, "reduced")
         self._previous = _vector({name: previous[name].whole for name in names if name in previous})
@@ -250,7 +248,7 @@ class GradientCauses:
         for reduced in reversed(steps) if len(steps) > 1 else ():
             averaged = self._combined({(rank, reduced): 1 / self._size for rank in range(self._size)})
             own = [{(rank, one): 1.0 for one in steps if one != reduced} for rank in range(self._size)]
-            sums = [_add(averaged, self._combined(one)) for one in own]
+            sums = [_sum([(1.0, averaged), (1.0, self._combined(one))]) for one in own]
             if all(
                 ratio_between(self._of_rank[rank], sums[rank], self._scale, names) is not None
                 for rank in range(self._size)
@@ -516,11 +514,7 @@ class GradientCauses:
     # arithmetic ----------------------------------------------------------------------------------------------------------------
 
     def _combined(self, weights: Mapping[_Key, float]) -> dict[str, np.ndarray]:
-        result: dict[str, np.ndarray] = {}
-        for key, weight in weights.items():
-            for name, values in self._local.get(key, {}).items():
-                result[name] = result[name] + weight * values if name in result else weight * values
-        return result
+        return _sum((weight, self._local.get(key, {})) for key, weight in weights.items())
 
     def _ratio(self, ours: Vector, theirs: Vector) -> float | None:
         """Return c if ``ours`` is c times ``theirs``, as exactly as sums of local gradients are known, else None."""
@@ -630,17 +624,12 @@ def _in_order(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.4g}" for value in values)
 
 
-def _add(first: Vector, second: Vector) -> dict[str, np.ndarray]:
-    result = dict(first)
-    for name, values in second.items():
-        result[name] = result[name] + values if name in result else values
-    return result
-
-
-def _sum_of_vectors(vectors: Sequence[Vector]) -> dict[str, np.ndarray]:
+def _sum(terms: Iterable[tuple[float, Vector]]) -> dict[str, np.ndarray]:
+    """Return the sum of vectors, each times its weight."""
     result: dict[str, np.ndarray] = {}
-    for one in vectors:
-        result = _add(result, one)
+    for weight, vector in terms:
+        for name, values in vector.items():
+            result[name] = result[name] + weight * values if name in result else weight * values
     return result
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
-from echelon.distributed.checks.sketch import Sketch
-from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, whole_tensor
+from echelon.verify.comparison.alignment import AlignedRun, RecordedTensor, whole_tensors
 from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference
 from echelon.verify.comparison.wording import listed
@@ -28,17 +27,6 @@ def _line(states: _States) -> str:
     return next((one.line for _, one in states if one.line), "")
 
 
-def _tensors(states: _States) -> dict[str, RecordedTensor]:
-    by_rank: dict[str, dict[int, Sketch]] = {}
-    replica_of: dict[str, dict[int, int]] = {}
-    for rank, one in states:
-        for name, sketch in zip(one.names, one.sketches, strict=True):
-            by_rank.setdefault(name, {})[rank] = sketch
-            if one.is_sharded and ":" in name and not name.startswith("buffer"):
-                replica_of.setdefault(name, {})[rank] = one.replica
-    return {name: whole_tensor(sketches, replica_of.get(name)) for name, sketches in by_rank.items()}
-
-
 def _model_of(name: str) -> int | None:
     """Return the number of the model in ``"0:weight"`` or ``"buffer 0:mean"``."""
     number, colon, _ = name.removeprefix("buffer ").partition(":")
@@ -55,7 +43,7 @@ def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
     """Yield tensors that a checkpoint of the layout holds with other values than the run had."""
     run = comparison.layout
     for (update, path), states in _states(run, "saved").items():
-        saved = _tensors(states)
+        saved = whole_tensors(states)
         line = _line(states)
         candidates = [live for near in (update, update - 1) if (live := _live(run, near))]
         if not candidates or update not in range(run.first_update, run.end_update + 1):
@@ -96,12 +84,12 @@ def load_differences(comparison: Comparison) -> Iterator[RunDifference]:
     # Of each path, the newest save before the load: a script may write to the same folder again.
     saves = [*_states(comparison.reference, "saved").items(), *_states(run, "saved").items()]
     for (update, path), states in _states(run, "loaded").items():
-        loaded = _tensors(states)
+        loaded = whole_tensors(states)
         source = next((saved for (at, other), saved in reversed(saves) if other == path and at <= update), None)
         line = _line(states)
         if source is None:
             continue
-        saved = _tensors(source)
+        saved = whole_tensors(source)
         for name, tensor in saved.items():
             one = loaded.get(name)
             if name == "rng" and len(tensor.by_rank) != len(one.by_rank if one else {}):

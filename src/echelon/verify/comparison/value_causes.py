@@ -12,6 +12,7 @@ from echelon.verify.comparison.alignment import AlignedRun
 from echelon.verify.comparison.cause_catalogue import LikelyCause, likely_cause
 from echelon.verify.comparison.differences import Comparison, RunDifference, failed_values
 from echelon.verify.comparison.gradient_causes import are_tied, ratio_between, scale_between
+from echelon.verify.comparison.invariants import rates_of
 from echelon.verify.comparison.wording import listed, named_ranks, per_rank
 from echelon.verify.trace import OptimizerStep
 
@@ -202,7 +203,7 @@ def rate_cause(comparison: Comparison, update: int) -> LikelyCause:
     by_update = {one: step.lrs for one in reference.updates if (step := _first_step(reference, one)) is not None}
     first = reference.first_update
     found = [one for one, rates in by_update.items() if one != update and _equal_rates(rates, own.lrs)]
-    text = f"the learning rate is {_rates(own)}, in the reference run {_rates(other)}"
+    text = f"the learning rate is {rates_of(own)}, in the reference run {rates_of(other)}"
     if (
         size > 1
         and first + size * (update - first) in found
@@ -362,10 +363,6 @@ def _steps_without_forward(run: AlignedRun, update: int) -> bool:
 
 def _first_step(run: AlignedRun, update: int) -> OptimizerStep | None:
     return next((one for rank in run.ranks_at(update) for one in rank.steps), None)
-
-
-def _rates(step: OptimizerStep) -> str:
-    return ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(step.lrs))
 
 
 def _equal_rates(first: Sequence[float], second: Sequence[float]) -> bool:

@@ -125,8 +125,8 @@ def _reduce(engine: Any, parameters: list[torch.Tensor]) -> None:
                 engine.reduce_gradients(optimizer.optimizer)
 
 
-def _with_subclasses(kind: type) -> list[type]:
-    found = [kind]
+def _with_subclasses(kind: Any) -> list[type]:
+    found: list[type] = [kind]
     for inner in kind.__subclasses__():
         found += _with_subclasses(inner)
     return found

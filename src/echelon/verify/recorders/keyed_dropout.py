@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-import xxhash
 from torch import nn
 from torch.nn import functional as F
 
+from echelon.distributed.checks.sketch import generator_hash
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.sample_rows import SampleRows
 from echelon.verify.recording import Recording
@@ -26,6 +26,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as signed 64-bit integers
 _MIX = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 _ALL_BITS = (1 << 64) - 1
 _RESOLUTION = 1 << 32
+_CPU = torch.device("cpu")  # where scripts are recorded
 # Standard deviation and shift of alpha dropout: Klambauer et al., "Self-normalizing neural networks", equations 4 to 7.
 _ALPHA = 1.7580993408473766
 
@@ -75,12 +76,12 @@ class KeyedDropout:
     def _begin(self, model: int, root: nn.Module, args: Any, kwargs: Any) -> None:
         self._call, self._is_active, self._rows = 0, True, None
         self._key = _mixed_number(self._recording.update)
-        self._num_masks, self._state = 0, _state_of_generators()
+        self._num_masks, self._state = 0, generator_hash(_CPU)
 
     def _end(self, model: int, root: nn.Module, output: Any) -> None:
         self._is_active = False
         recording, update = self._recording, self._recording.update
-        has_drawn = _state_of_generators() != self._state
+        has_drawn = generator_hash(_CPU) != self._state
         if has_drawn:
             recording.note(
                 f"{type(root).__name__} draws random numbers in training other than those of dropout; they depend on the layout"
@@ -182,19 +183,6 @@ class KeyedDropout:
         self._num_masks += 1
         keys = torch.as_tensor(rows.keys.view("int64"), device=device)
         return keyed_mask(keys, shape, layout=layout, key=_mixed_number(self._key + self._call), p=p)
-
-
-def _state_of_generators() -> int:
-    """Return a hash of the states of torch's generators on the CPU and on the current accelerator."""
-    state = _hash(torch.get_rng_state().numpy().data)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None and accelerator.type != "cpu":
-        state ^= _hash(torch.get_device_module(accelerator).get_rng_state().cpu().numpy().data, seed=1)
-    return state
-
-
-def _hash(data: Any, *, seed: int = 0) -> int:
-    return xxhash.xxh3_64_intdigest(data, seed) >> 16
 
 
 def keyed_mask(keys: torch.Tensor, shape: torch.Size, *, layout: tuple[int, int], key: int, p: float) -> torch.Tensor:

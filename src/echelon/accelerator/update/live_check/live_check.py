@@ -26,7 +26,6 @@ from echelon.accelerator.update.live_check.observation import (
     LossWeight,
     Observation,
     OptimizerSteps,
-    generator_hash,
 )
 from echelon.accelerator.update.live_check.optimizer_twin import OptimizerTwin
 from echelon.accelerator.update.update_policy import UpdatePolicy
@@ -38,7 +37,7 @@ from echelon.data.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.data_fingerprint import row_fingerprints
 from echelon.distributed.checks.finding import Finding
-from echelon.distributed.checks.sketch import NUM_BUCKETS
+from echelon.distributed.checks.sketch import NUM_BUCKETS, generator_hash
 from echelon.engines.base import Engine
 from echelon.engines.delegating_engine import DelegatingEngine
 from echelon.world.world import World

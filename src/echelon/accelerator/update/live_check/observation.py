@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.update.live_check.gradient_ledger import GradientLedger, local_of
 from echelon.distributed.checks.finding import Finding
-from echelon.distributed.checks.sketch import Hashes, content_hashes
+from echelon.distributed.checks.sketch import Hashes, content_hashes, generator_hash
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_name
 
@@ -147,11 +146,3 @@ class Observation:
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
-
-
-def generator_hash(device: torch.device) -> int:
-    """Return a hash of the state of torch's generator for ``device``, from which dropout masks are drawn."""
-    state = (
-        torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device).cpu()
-    )
-    return xxhash.xxh3_64_intdigest(state.numpy().data) >> 2
