@@ -10,8 +10,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from results import footer, publish
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon.verify.parts import default_parts
+from echelon.verify.parts import record_everything
 from echelon.verify.recording import recording
 from echelon.verify.trace import RecordingSettings
 
@@ -134,8 +134,11 @@ def _compare(loop: _Loop, num_steps: int, num_turns: int) -> tuple[float, float]
     return statistics.median(sorted(without)[:fastest]), statistics.median(sorted(recorded)[:fastest])
 
 
-def _recording(folder: str, num_steps: int) -> AbstractContextManager[Any]:
-    return recording(Path(folder), RecordingSettings(steps=num_steps + 1), parts=default_parts(), rank=0)
+@contextmanager
+def _recording(folder: str, num_steps: int) -> Iterator[None]:
+    with recording(Path(folder), RecordingSettings(steps=num_steps + 1), rank=0) as one:
+        record_everything(one)
+        yield
 
 
 def _profile(loop: _Loop, num_steps: int) -> None:

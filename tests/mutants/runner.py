@@ -17,7 +17,7 @@ import torch
 from echelon.verify.command.layouts import Layout
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.command.verification import LayoutResult, VerifyPlan, verify
-from echelon.verify.parts import default_parts
+from echelon.verify.parts import record_everything
 from echelon.verify.recording import recording
 from echelon.verify.trace import OptimizerStep, read_trace
 from tests.harness import RanksFailed, RanksHung, run_on_ranks
@@ -191,7 +191,8 @@ def _record(program: Program, request: RunRequest) -> None:
     np.random.seed(rank)
     torch.manual_seed(rank)
     request.folder.mkdir(parents=True, exist_ok=True)
-    with recording(request.folder, request.run, parts=default_parts(), rank=rank):
+    with recording(request.folder, request.run, rank=rank) as one:
+        record_everything(one)
         run_program(program)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from echelon.verify.parts import default_parts
+from echelon.verify.parts import record_everything
 from echelon.verify.recording import recording
 from echelon.verify.trace import RUN_FILE, RecordingSettings
 from echelon.world.environment import detect
@@ -63,7 +63,8 @@ def _record(run: RecordingSettings, folder: Path, rank: int, world_size: int) ->
         os._exit(0)
 
     ended: SystemExit | None = None
-    with recording(folder, run, parts=default_parts(), rank=rank, on_done=leave):
+    with recording(folder, run, rank=rank, on_done=leave) as one:
+        record_everything(one)
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as error:

@@ -1,4 +1,4 @@
-"""All parts of a recording."""
+"""All parts of a recording. Each registers its callbacks, and patches torch, when it is constructed."""
 
 from __future__ import annotations
 
@@ -13,29 +13,26 @@ from echelon.verify.recorders.merged_batches import MergedBatches
 from echelon.verify.recorders.optimizers import OptimizerRecorder
 from echelon.verify.recorders.perturbation import Perturbation
 from echelon.verify.recorders.saved_states import SavedStateRecorder
-from echelon.verify.recorders.sync_batch_norm import SyncBatchNormOnCpu
+from echelon.verify.recorders.sync_batch_norm import run_sync_batch_norm_on_cpu
 from echelon.verify.recorders.weights import WeightRecorder
-from echelon.verify.recording import Part
+from echelon.verify.recording import Recording
 
 
-def default_parts() -> list[Part]:
-    """Return new parts that record everything."""
-    batches = Batches()
-    return [
-        SyncBatchNormOnCpu(),
-        MergedBatches(),
-        batches,  # samples are recognized before they are cast to float64
-        Float64(batches),
-        KeyedDropout(batches),
-        Forwards(batches),
-        Losses(),
-        *parts_of_updates(),
-        Perturbation(),
-    ]
-
-
-def parts_of_updates() -> list[Part]:
-    """Return those that record what happens between a backward pass and the next forward pass."""
-    optimizers = OptimizerRecorder()
-    gradients = GradientRecorder(optimizers)
-    return [WeightRecorder(), gradients, ClipRecorder(gradients), optimizers, SavedStateRecorder()]
+def record_everything(recording: Recording) -> None:
+    """Record all aspects of a run, as its settings say."""
+    run_sync_batch_norm_on_cpu(recording)
+    if recording.run.batch_factor > 1:
+        MergedBatches(recording)
+    batches = Batches(recording)  # samples are recognized before they are cast to float64
+    if recording.run.is_float64:
+        Float64(recording, batches)
+    KeyedDropout(recording, batches)
+    Forwards(recording, batches)
+    Losses(recording)
+    WeightRecorder(recording)
+    optimizers = OptimizerRecorder(recording)
+    gradients = GradientRecorder(recording, optimizers)
+    ClipRecorder(recording, gradients)
+    SavedStateRecorder(recording)
+    if recording.run.perturbation:
+        Perturbation(recording)  # gradients are recorded before they are changed

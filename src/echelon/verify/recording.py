@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -31,13 +31,6 @@ InputTransform = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tu
 
 class RecordingDone(BaseException):
     """Ends the script after the last recorded update; ``recording`` catches it."""
-
-
-class Part(Protocol):
-    """Records one aspect of a run."""
-
-    def install(self, recording: Recording) -> None:
-        """Register callbacks, and patch what is needed with ``recording.patch`` and ``recording.wrap``."""
 
 
 class Recording:
@@ -180,19 +173,12 @@ class Recording:
 
     # What ``recording`` calls.
 
-    def install(self, parts: Sequence[Part]) -> None:
-        """Patch module calls and backward passes, and install ``parts``."""
-        self.wrap(nn.Module, "__call__", self._call)
-        self.wrap(torch.autograd, "backward", self._run_backward)
-        for part in parts:
-            part.install(self)
-
     def finish(self) -> None:
         """Close the last update if it is complete."""
         if self._is_complete:
             self._close()
 
-    def _call(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._depth or self.is_in_backward:
             return call(module, *args, **kwargs)
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -231,7 +217,7 @@ class Recording:
                 on_end(model.index, root, output)
         return output
 
-    def _run_backward(
+    def run_backward(
         self, run: Callable[..., None], tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         if self.is_in_backward:  # of a checkpointed block
@@ -311,19 +297,15 @@ class Recording:
 
 @contextmanager
 def recording(
-    folder: Path,
-    run: RecordingSettings,
-    *,
-    parts: Sequence[Part],
-    rank: int,
-    on_done: Callable[[], None] | None = None,
+    folder: Path, run: RecordingSettings, *, rank: int, on_done: Callable[[], None] | None = None
 ) -> Iterator[Recording]:
     """Record what happens in the block, until ``run.steps`` updates are complete.
+
+    The block first constructs what records (``parts.record_everything(recording)``).
 
     Args:
         folder: the folder of the run; this process writes ``rank_<rank>.trace.jsonl``.
         run: what is recorded; the next forward pass after the last update raises ``RecordingDone``, which ends the block.
-        parts: record its aspects (``parts.default_parts()``: everything).
         on_done: function that is called after the last update, before ``RecordingDone`` is raised; it may leave the process.
     """
     writer = TraceWriter(folder, rank)
@@ -331,7 +313,8 @@ def recording(
     one = Recording(writer, run, on_done=on_done)
     with one.undo:
         one.undo.callback(writer.close)
-        one.install(parts)
+        one.wrap(nn.Module, "__call__", one.call_module)
+        one.wrap(torch.autograd, "backward", one.run_backward)
         try:
             yield one
         except RecordingDone:

@@ -43,7 +43,8 @@ class _Model(nn.Linear):
 
 
 def _recorded(folder: Path, script: Callable[[nn.Module], Any], *, rank: int = 0) -> list[Batch]:
-    with recording(folder, RecordingSettings(steps=100), parts=[Batches()], rank=rank):
+    with recording(folder, RecordingSettings(steps=100), rank=rank) as one:
+        Batches(one)
         script(_Model())
     return [one for one in read_trace(folder).ranks[rank] if isinstance(one, Batch)]
 
@@ -211,12 +212,12 @@ def test_rows_that_end_in_a_repeated_token_are_not_padded(tmp_path: Path) -> Non
     outputs = []
     for batch_size in (1, 4):
         folder = tmp_path / str(batch_size)
-        batches = Batches()
-        with recording(folder, RecordingSettings(steps=100), parts=[batches, Forwards(batches)], rank=0):
+        with recording(folder, RecordingSettings(steps=100), rank=0) as one:
+            Forwards(one, Batches(one))
             for tokens in DataLoader(blocks, batch_size=batch_size):
                 model(tokens).sum().backward()
         events = read_trace(folder).ranks[0]
-        outputs.append(np.concatenate([one.rows for one in events if isinstance(one, Forward)]))
+        outputs.append(np.concatenate([event.rows for event in events if isinstance(event, Forward)]))
     np.testing.assert_array_equal(outputs[0], outputs[1])
 
 
@@ -244,8 +245,8 @@ def test_items_of_batches_that_a_loader_copies_are_known(tmp_path: Path) -> None
         for batch in Copying(texts, batch_size=2):
             _step(model, batch[:, :3].float())
 
-    batches = Batches()
-    with recording(tmp_path, RecordingSettings(steps=100), parts=[batches], rank=0):
+    with recording(tmp_path, RecordingSettings(steps=100), rank=0) as one:
+        batches = Batches(one)
         hook = torch.nn.modules.module.register_module_forward_hook(
             lambda *_: lengths.append(
                 {} if batches.rows is None else {k: v.tolist() for k, v in batches.rows.lengths.items()}

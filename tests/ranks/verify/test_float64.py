@@ -27,9 +27,10 @@ from tests.harness import run_on_ranks
 
 @contextmanager
 def _in_float64(folder: Path) -> Iterator[None]:
-    batches = Batches()
-    parts = [batches, Float64(batches), KeyedDropout(batches)]
-    with recording(folder, RecordingSettings(steps=100, is_float64=True), parts=parts, rank=0):
+    with recording(folder, RecordingSettings(steps=100), rank=0) as one:
+        batches = Batches(one)
+        Float64(one, batches)
+        KeyedDropout(one, batches)
         yield
 
 

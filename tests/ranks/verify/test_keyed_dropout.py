@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from echelon.verify.parts import default_parts
+from echelon.verify.parts import record_everything
 from echelon.verify.recorders.batches import Batches
 from echelon.verify.recorders.keyed_dropout import KeyedDropout, keyed_mask
 from echelon.verify.recording import recording
@@ -35,8 +35,8 @@ class _Body(nn.Module):
 
 @contextmanager
 def _recorded(folder: Path, *, rank: int = 0) -> Iterator[None]:
-    batches = Batches()
-    with recording(folder, RecordingSettings(steps=100), parts=[batches, KeyedDropout(batches)], rank=rank):
+    with recording(folder, RecordingSettings(steps=100), rank=rank) as one:
+        KeyedDropout(one, Batches(one))
         yield
 
 
@@ -95,7 +95,8 @@ def test_ranks_draw_the_masks_of_one_process(tmp_path: Path) -> None:
 def test_a_state_of_the_generator_returns_only_if_it_is_set_back(tmp_path: Path) -> None:
     """Each update with masks takes one number, so that seeding alike in each update shows."""
     model, states = _Body(lambda x: F.dropout(x, 0.5)), []
-    with recording(tmp_path, RecordingSettings(steps=4), parts=default_parts(), rank=0):
+    with recording(tmp_path, RecordingSettings(steps=4), rank=0) as one:
+        record_everything(one)
         for update in range(5):
             if update > 1:
                 torch.manual_seed(3)

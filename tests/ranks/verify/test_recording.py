@@ -17,7 +17,7 @@ from echelon import Accelerator
 from echelon.distributed.checks.sketch import Sketch, sketch_of
 from echelon.parallelism_config import ParallelismConfig
 from echelon.verify.compare import compare
-from echelon.verify.parts import default_parts
+from echelon.verify.parts import record_everything
 from echelon.verify.recording import recording
 from echelon.verify.trace import (
     Clip,
@@ -100,7 +100,8 @@ def _accelerator(micro_steps: int, engine: str, settings: dict[str, Any]) -> Non
 
 
 def _record(folder: str, kind: str, micro_steps: int, settings: dict[str, Any]) -> None:
-    with recording(Path(folder), RecordingSettings(steps=UPDATES), parts=default_parts(), rank=dist.get_rank()):
+    with recording(Path(folder), RecordingSettings(steps=UPDATES), rank=dist.get_rank()) as one:
+        record_everything(one)
         if kind == "raw":
             _raw_ddp(micro_steps)
         else:
@@ -238,9 +239,9 @@ def _save_and_load(folder: str, engine: str) -> None:
         with recording(
             Path(folder, "resumed" if is_resumed else "first"),
             RecordingSettings(steps=1 if is_resumed else 2, first_update=int(is_resumed)),
-            parts=default_parts(),
             rank=dist.get_rank(),
-        ):
+        ) as one:
+            record_everything(one)
             accelerator = Accelerator(engine=engine)
             torch.manual_seed(is_resumed)
             model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.verify.recorders.sync_batch_norm import SyncBatchNormOnCpu
+from echelon.verify.recorders.sync_batch_norm import run_sync_batch_norm_on_cpu
 from echelon.verify.recording import recording
 from echelon.verify.trace import RecordingSettings
 from tests.harness import run_on_ranks
@@ -38,7 +38,8 @@ def _values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _on_rank(folder: str, momentum: float | None) -> list[dict[str, torch.Tensor]]:
     rank = dist.get_rank()
-    with recording(Path(folder), RecordingSettings(steps=100), parts=[SyncBatchNormOnCpu()], rank=rank):
+    with recording(Path(folder), RecordingSettings(steps=100), rank=rank) as one:
+        run_sync_batch_norm_on_cpu(one)
         model: Any = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(_net(momentum)))
         found = []
         for batch in _batches():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
-from echelon.verify.parts import parts_of_updates
+from echelon.verify.parts import record_everything
 from echelon.verify.recorders.merged_batches import MergedBatches
 from echelon.verify.recorders.perturbation import Perturbation
-from echelon.verify.recording import recording
+from echelon.verify.recording import Recording, recording
 from echelon.verify.trace import RecordingSettings, SketchedTensors, read_trace
 
 
@@ -25,8 +26,11 @@ def accelerator() -> Iterator[Accelerator]:
     accelerator.end_training()
 
 
-def _options(tmp_path: Path, *parts: Any, **run: Any) -> dict[str, Any]:
-    return {"folder": tmp_path, "run": RecordingSettings(steps=9, **run), "parts": parts, "rank": 0}
+@contextmanager
+def _recorded(folder: Path, record: Callable[[Recording], Any], **settings: Any) -> Iterator[None]:
+    with recording(folder, RecordingSettings(steps=9, **settings), rank=0) as one:
+        record(one)
+        yield
 
 
 def _loader() -> DataLoader[Any]:
@@ -34,7 +38,7 @@ def _loader() -> DataLoader[Any]:
 
 
 def test_a_prepared_scheduler_steps_once_for_each_merged_batch(tmp_path: Path, accelerator: Accelerator) -> None:
-    with recording(**_options(tmp_path, MergedBatches(), batch_factor=2)):
+    with _recorded(tmp_path, MergedBatches, batch_factor=2):
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -53,7 +57,7 @@ def test_a_prepared_scheduler_steps_once_for_each_merged_batch(tmp_path: Path, a
 def test_a_loader_that_is_not_prepared_has_the_length_of_several_processes(
     tmp_path: Path, accelerator: Accelerator
 ) -> None:
-    with recording(**_options(tmp_path, MergedBatches(), batch_factor=2)):
+    with _recorded(tmp_path, MergedBatches, batch_factor=2):
         loader = _loader()
         assert (len(loader), len(list(loader))) == (6, 3)
         prepared = accelerator.prepare(loader)
@@ -68,7 +72,7 @@ def test_without_an_accelerator_a_length_is_that_of_the_merged_batches(
     monkeypatch.setattr("echelon.accelerator.current.has_accelerator", lambda: False)
     monkeypatch.setattr("accelerate.state.AcceleratorState._shared_state", {})
     monkeypatch.delitem(globals(), "Accelerator")  # a script that has imported it is about to prepare its loaders
-    with recording(**_options(tmp_path, MergedBatches(), batch_factor=2)):
+    with _recorded(tmp_path, MergedBatches, batch_factor=2):
         assert len(_loader()) == 3
 
 
@@ -76,7 +80,7 @@ def test_a_perturbation_is_one_rounding_of_each_weight(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     before, state = model.weight.detach().clone(), torch.get_rng_state()
-    with recording(**_options(tmp_path, Perturbation(), perturbation=1)):
+    with _recorded(tmp_path, Perturbation, perturbation=1):
         model(torch.zeros(1, 8))
     change = (model.weight / before - 1).abs()
     assert 0 < float(change.min().detach()) <= float(change.max().detach()) <= 2 * torch.finfo(torch.float32).eps
@@ -92,7 +96,7 @@ def test_gradients_are_perturbed_after_they_are_recorded_and_in_opposite_directi
         before = model.weight.detach().clone()
         folder = tmp_path / str(seed)
         changes = {"perturbation": seed, "gradient_errors": {"0:weight": 0.25}}
-        with recording(**_options(folder, *parts_of_updates(), Perturbation(), **changes)):
+        with _recorded(folder, record_everything, **changes):
             for _ in range(2):
                 optimizer.zero_grad()
                 model(torch.ones(1, 8)).sum().backward()

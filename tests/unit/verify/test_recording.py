@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
 from echelon.distributed.checks.sketch import Sketch, sketch_of
-from echelon.verify.parts import default_parts
+from echelon.verify.parts import record_everything
 from echelon.verify.recording import recording
 from echelon.verify.trace import (
     Clip,
@@ -30,7 +30,8 @@ from echelon.verify.trace import (
 
 
 def _record(folder: Path, script: Callable[[], Any], *, steps: int = 2) -> list[Event]:
-    with recording(folder, RecordingSettings(steps=steps), parts=default_parts(), rank=0):
+    with recording(folder, RecordingSettings(steps=steps), rank=0) as one:
+        record_everything(one)
         script()
     return read_trace(folder).ranks[0]
 
@@ -421,7 +422,8 @@ def test_a_saved_state_is_found_again_when_it_is_loaded(tmp_path: Path) -> None:
     assert (saved.update, saved.path) == (1, str(file))
     for forgets in (False, True):
         folder = tmp_path / f"second {forgets}"
-        with recording(folder, RecordingSettings(steps=1, first_update=2), parts=default_parts(), rank=0):
+        with recording(folder, RecordingSettings(steps=1, first_update=2), rank=0) as one:
+            record_everything(one)
             script(is_resumed=True, forgets=forgets)
         (loaded,) = _of(read_trace(folder).ranks[0], SketchedTensors, content="loaded")
         assert (loaded.update, loaded.path) == (1, str(file))

@@ -36,8 +36,8 @@ class Batches:
     Only the outermost loader counts: accelerate's and echelon's loaders read one batch ahead from the loader inside them.
     """
 
-    def __init__(self) -> None:
-        self._recording: Recording
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
         self._patched: set[type] = set()
         self._held: list[_Batch] = []
         self._used: list[_Batch] = []
@@ -57,17 +57,6 @@ class Batches:
         self._lengths: dict[bytes, np.ndarray] = {}
         """Lengths of the items of the batches that the script's collate function has returned lately, by the content of a batch's integer
         tensors: accelerate copies batches to ``cpu:0``, so their storages are others."""
-
-    @property
-    def rows(self) -> SampleRows | None:
-        """The samples of the training forward pass that is running; None if its inputs have no samples along dimension 0."""
-        if self._rows is None and self._inputs is not None:
-            self._rows, self._inputs = rows_of(self._inputs), None
-        return self._rows
-
-    def install(self, recording: Recording) -> None:
-        """Patch the loaders."""
-        self._recording = recording
         self._thread = threading.get_ident()
         for name in _OTHER_LOADERS:
             recording.wrap_when_imported("accelerate.data_loader", name, "__iter__", self._iterate)
@@ -76,6 +65,13 @@ class Batches:
         recording.patch(DataLoader, "__init_subclass__", classmethod(self._init_subclass))
         recording.wrap(_MapDatasetFetcher, "__init__", self._init_fetcher)
         recording.input_transforms.append(self._before_forward)
+
+    @property
+    def rows(self) -> SampleRows | None:
+        """The samples of the training forward pass that is running; None if its inputs have no samples along dimension 0."""
+        if self._rows is None and self._inputs is not None:
+            self._rows, self._inputs = rows_of(self._inputs), None
+        return self._rows
 
     def _patch_loaders(self) -> None:
         self._recording.wrap_imported()

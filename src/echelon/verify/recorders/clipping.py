@@ -26,14 +26,11 @@ _CLASSES = (("accelerate.accelerator", "Accelerator"), ("torch.distributed.fsdp"
 class ClipRecorder:
     """Wraps the functions, and the methods of libraries and of echelon's engines as soon as these are imported."""
 
-    def __init__(self, gradients: GradientRecorder) -> None:
+    def __init__(self, recording: Recording, gradients: GradientRecorder) -> None:
+        self._recording = recording
         self._gradients = gradients
         self._wrapped_engines: set[type] = set()
         self._is_inside = False
-        self._recording: Recording
-
-    def install(self, recording: Recording) -> None:
-        self._recording = recording
         self._wrap_functions()
         for module, owner in _CLASSES:
             for name in _METHODS:

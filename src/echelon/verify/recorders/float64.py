@@ -36,30 +36,23 @@ _DRAWS_IN_PLACE = frozenset(
 class Float64:
     """Converts models, batches and optimizer states to float64 when the first forward pass of a model begins, and turns autocast off.
 
-    Parameters and buffers stay the same objects, so optimizers that were built before keep working.
+    Parameters and buffers stay the same objects, so optimizers that were built before keep working. They stay in float64.
 
     Args:
         batches: hands the batches to the script.
     """
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
+    def __init__(self, recording: Recording, batches: Batches) -> None:
         self._converted: WeakSet[nn.Module] = WeakSet()
         self._mode = _InFloat64()
         self._is_on = False
-        self._default = torch.float32
-
-    def install(self, recording: Recording) -> None:
-        """Patch what converts or casts. Converted models stay in float64."""
-        if not recording.run.is_float64:
-            return
+        self._default = torch.get_default_dtype()
         recording.on_model.append(self._begin)
         recording.input_transforms.append(self._transform)
-        self._batches.transform = _cast
-        self._batches.while_reading = self._pause
+        batches.transform = _cast
+        batches.while_reading = self._pause
         recording.wrap(DistributedDataParallel, "__init__", self._wrap_model)
         recording.wrap(torch.autocast, "__init__", _begin_autocast)
-        self._default = torch.get_default_dtype()
         recording.undo.callback(register_optimizer_step_pre_hook(_convert_state).remove)
         recording.undo.callback(self._end)
 

@@ -29,16 +29,12 @@ class Forwards:
         batches: which samples the forward pass uses.
     """
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, recording: Recording, batches: Batches) -> None:
+        self._recording = recording
         self._batches = batches
         self._names: WeakKeyDictionary[nn.Module, dict[nn.Module, str]] = WeakKeyDictionary()
         self._active: dict[nn.Module, str] = {}
         self._model = 0
-        self._recording: Recording
-
-    def install(self, recording: Recording) -> None:
-        """Register a hook that runs after each module call."""
-        self._recording = recording
         recording.on_training_forward.append(self._begin)
         recording.on_forward_end.append(lambda *_: self._active.clear())
         recording.undo.callback(register_module_forward_hook(self._after_module).remove)

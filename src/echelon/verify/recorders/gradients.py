@@ -24,9 +24,9 @@ class GradientRecorder:
     Under ``fully_shard``, a local gradient is that of the gathered parameter.
     """
 
-    def __init__(self, optimizers: OptimizerRecorder) -> None:
+    def __init__(self, recording: Recording, optimizers: OptimizerRecorder) -> None:
+        self._recording = recording
         self._optimizers = optimizers
-        self._recording: Recording
         self._order: dict[str, int] = {}
         self._local: dict[str, torch.Tensor] = {}
         self._hooks: dict[int, GradientHook] = {}
@@ -36,9 +36,6 @@ class GradientRecorder:
         """In one process, reduced gradients are the local ones, and clipping changes few."""
         self._reduced: dict[str, int] = {}
         """Bits of the gradients that were recorded before a clipping call, since the last backward pass."""
-
-    def install(self, recording: Recording) -> None:
-        self._recording = recording
         recording.on_model_recorded.append(self._watch)
         recording.on_training_forward.append(lambda *_: self._watch_unfrozen())
         recording.on_forward_end.append(lambda model, *_: self._watch_gathered(recording.models[model]))

@@ -46,20 +46,16 @@ class KeyedDropout:
         batches: which samples the forward pass uses.
     """
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, recording: Recording, batches: Batches) -> None:
+        self._recording = recording
         self._num_masks = 0  # drawn in this forward pass
         self._state = 0  # of the generators when it began
         self._advanced_in: int | None = None
         self._batches = batches
-        self._recording: Recording
         self._call = 0
         self._rows: SampleRows | None = None
         self._key = 0
         self._is_active = False
-
-    def install(self, recording: Recording) -> None:
-        """Patch torch's dropout functions, attention with dropout, and checkpointing."""
-        self._recording = recording
         recording.on_training_forward.append(self._begin)
         recording.on_forward_end.append(self._end)
         for name in _DROPOUTS:

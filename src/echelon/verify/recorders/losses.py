@@ -15,12 +15,9 @@ from echelon.verify.trace import Loss
 class Losses:
     """Records each loss with the weight that the script gives to ``Accelerator.backward(loss, num_items=)``."""
 
-    def __init__(self) -> None:
-        self._recording: Recording
-        self._weight: float | None = None
-
-    def install(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording) -> None:
         self._recording = recording
+        self._weight: float | None = None
         recording.wrap_when_imported("echelon.accelerator.accelerator", "Accelerator", "backward", self._backward)
         recording.on_backward.append(self._record)
 

@@ -38,18 +38,13 @@ class MergedBatches:
     The result is what a loader with the larger batch size returns: the same order, and at the end a smaller batch or, with drop_last, none.
     """
 
-    def __init__(self) -> None:
-        self._factor = 1
-        self._own_lengths: WeakKeyDictionary[DataLoader[Any], Callable[[], int]] = WeakKeyDictionary()
-
-    def install(self, recording: Recording) -> None:
-        """Patch the constructor and the length of DataLoader."""
+    def __init__(self, recording: Recording) -> None:
         self._factor = recording.run.batch_factor
-        if self._factor > 1:
-            recording.wrap(DataLoader, "__init__", self._construct)
-            recording.wrap(DataLoader, "__len__", self._length)
-            for module in _SCHEDULERS:
-                recording.wrap_when_imported(module, "AcceleratedScheduler", "step", self._step)
+        self._own_lengths: WeakKeyDictionary[DataLoader[Any], Callable[[], int]] = WeakKeyDictionary()
+        recording.wrap(DataLoader, "__init__", self._construct)
+        recording.wrap(DataLoader, "__len__", self._length)
+        for module in _SCHEDULERS:
+            recording.wrap_when_imported(module, "AcceleratedScheduler", "step", self._step)
 
     def _construct(self, construct: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
         if not _is_rebuilt():

@@ -30,8 +30,8 @@ class OptimizerRecorder:
     It also knows by which factor ``torch.amp.GradScaler`` has multiplied gradients, so that they are recorded without it.
     """
 
-    def __init__(self) -> None:
-        self._recording: Recording
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
         self._scale = 1.0
         self._scale_of_backward = 1.0
         self._unscaled: set[int] = set()  # ids of parameters
@@ -42,9 +42,6 @@ class OptimizerRecorder:
         self._has_stepped = False
         self._takes_closure = False
         self._stepped: set[int] = set()  # in this update
-
-    def install(self, recording: Recording) -> None:
-        self._recording = recording
         recording.wrap(torch.amp.GradScaler, "scale", self._scale_loss)
         recording.wrap(torch.amp.GradScaler, "unscale_", self._unscale)
         recording.wrap(torch.amp.GradScaler, "step", self._step_by_scaler)

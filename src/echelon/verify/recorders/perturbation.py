@@ -26,17 +26,11 @@ class Perturbation:
     The runs of an odd seed and the next even one are changed in opposite directions.
     """
 
-    def __init__(self) -> None:
-        self._recording: Recording
-        self._signs: _Signs
-
-    def install(self, recording: Recording) -> None:
-        """Register the callbacks: that of gradients runs after the one of their recorder, which is installed before."""
-        if recording.run.perturbation:
-            self._recording = recording
-            self._signs = _Signs(recording.run.perturbation)
-            recording.on_model.append(self._perturb_weights)
-            recording.on_step.append(self._before_step)
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._signs = _Signs(recording.run.perturbation)
+        recording.on_model.append(self._perturb_weights)
+        recording.on_step.append(self._before_step)
 
     def _perturb_weights(self, root: nn.Module) -> None:
         signs = _Signs(self._recording.run.perturbation)

@@ -38,15 +38,12 @@ class SavedStateRecorder:
     after a ``torch.load``.
     """
 
-    def __init__(self) -> None:
-        self._recording: Recording
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
         self._is_inside = False
         self._file = ""  # that torch.load has read last
         self._loaded: tuple[str, str, int] | None = None  # path, line, and the first model that it concerns
         self._optimizers: list[weakref.ref[Optimizer]] = []
-
-    def install(self, recording: Recording) -> None:
-        self._recording = recording
         for methods, call in ((_SAVES, self._save), (_LOADS, self._load)):
             for module, owner, name in methods:
                 recording.wrap_when_imported(module, owner, name, call)

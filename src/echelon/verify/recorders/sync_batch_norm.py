@@ -12,17 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.verify.recording import Recording
 
 
-class SyncBatchNormOnCpu:
-    """Replaces the forward pass of SyncBatchNorm for tensors on the CPU, and switches off DDP's refusal.
+def run_sync_batch_norm_on_cpu(recording: Recording) -> None:
+    """Replace the forward pass of SyncBatchNorm for tensors on the CPU, and switch off DDP's refusal.
 
     Source: torch.nn.SyncBatchNorm, with two differentiable sums over the ranks in place of its CUDA kernels.
     """
-
-    def install(self, recording: Recording) -> None:
-        """Patch the classes."""
-        recording.wrap(nn.SyncBatchNorm, "forward", _forward)
-        if getattr(DistributedDataParallel, "_passing_sync_batchnorm_handle", None) is not None:
-            recording.wrap(DistributedDataParallel, "_passing_sync_batchnorm_handle", _check)
+    recording.wrap(nn.SyncBatchNorm, "forward", _forward)
+    if getattr(DistributedDataParallel, "_passing_sync_batchnorm_handle", None) is not None:
+        recording.wrap(DistributedDataParallel, "_passing_sync_batchnorm_handle", _check)
 
 
 def _forward(forward: Any, layer: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:

@@ -24,16 +24,13 @@ class WeightRecorder:
     the trainable ones, as those of a large model that is only fine-tuned; of these only the ones that change are.
     """
 
-    def __init__(self) -> None:
-        self._recording: Recording
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
         self._seen: set[int] = set()
         self._averages: list[tuple[nn.Module, RecordedModel]] = []
         self._frozen: dict[
             int, dict[str, bytes]
         ] = {}  # by model: a few values of each parameter before the first update
-
-    def install(self, recording: Recording) -> None:
-        self._recording = recording
         recording.on_model_recorded.append(self._record_first)
         recording.on_update_closed.append(self._record)
         recording.on_other_forward.append(self._note_copy)
