@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 32
 IGNORED = -100
@@ -59,9 +60,11 @@ class GPTBlock(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """A decoder of GPT's kind. ``forward`` returns the logits."""
+    """A decoder of GPT's kind. ``forward`` returns the logits; of a piece of the sequence, it takes the positions."""
 
     _no_split_modules = ("GPTBlock",)
+    checkpoints = False
+    """Whether blocks are computed again in the backward pass."""
 
     def __init__(self, *, width: int, num_heads: int, num_layers: int, dropout: float, tied: bool) -> None:
         super().__init__()
@@ -73,10 +76,12 @@ class TinyGPT(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(input_ids) + self.position(torch.arange(input_ids.shape[1], device=input_ids.device))
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.embedding(input_ids) + self.position(positions)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints and torch.is_grad_enabled() else block(x)
         out: torch.Tensor = self.head(self.norm(x))
         return out
 

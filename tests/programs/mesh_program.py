@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from echelon import MixtureOfExperts
-from tests.parallel_models import IGNORED, VOCABULARY, TinyGPT, loss_without_float32, num_tokens, tiny_gpt, tiny_llama
+from tests.parallel_models import IGNORED, VOCABULARY, loss_without_float32, num_tokens, tiny_gpt, tiny_llama
 from tests.reference import PlainLoop, Round, batches_of, dealt_batches, permutation
 
 LENGTH, ORDER_SEED, EVALUATED = 16, 41, 7
@@ -99,7 +98,7 @@ class Found:
     has_saved: bool = False
 
 
-def _sizes(text: str) -> Sizes:
+def sizes_of(text: str) -> Sizes:
     """``shard 2 tp 2`` -> the sizes of the axes."""
     names = {"shard": "dp_shard_size", "replicate": "dp_replicate_size"}
     words = text.split()
@@ -142,8 +141,8 @@ def draw_mesh_program(seed: int, *, largest: int = 4) -> MeshProgram:
 
     has_experts = draw.random() < 0.12
     meshes = _OF_EXPERTS if has_experts else [*_MESHES, *(_EIGHT if largest >= 8 else [])]
-    meshes = [text for text in meshes if MeshProgram(sizes=_sizes(text)).world_size <= largest]
-    sizes = _sizes(draw.choice(meshes))
+    meshes = [text for text in meshes if MeshProgram(sizes=sizes_of(text)).world_size <= largest]
+    sizes = sizes_of(draw.choice(meshes))
     is_staged = "pp_size" in dict(sizes)
     model = "experts" if has_experts else "llama" if is_staged else draw.choice(["gpt", "llama", "llama"])
     stages = draw.choice(_STAGES)
@@ -154,7 +153,7 @@ def draw_mesh_program(seed: int, *, largest: int = 4) -> MeshProgram:
     program = MeshProgram(
         seed=seed,
         sizes=sizes,
-        other=None if saves is None else _sizes(draw.choice(others)),
+        other=None if saves is None else sizes_of(draw.choice(others)),
         level=level,
         parity="off" if draw.random() < 0.2 else "exact",
         model=model,
@@ -236,21 +235,6 @@ def simpler(program: MeshProgram) -> Iterator[MeshProgram]:
 # ---- the parts in plain PyTorch --------------------------------------------------------------------------------------
 
 
-class _GPT(TinyGPT):
-    """Takes the positions of its piece of the sequence, and may compute its blocks again in the backward pass."""
-
-    checkpoints = False
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        if positions is None:
-            positions = torch.arange(input_ids.shape[1])
-        x = self.embedding(input_ids) + self.position(positions)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints and torch.is_grad_enabled() else block(x)
-        out: torch.Tensor = self.head(self.norm(x))
-        return out
-
-
 _FROZEN = {
     "embedding": ("embedding", "position", "model.embed_tokens"),
     "block": ("blocks.0.", "model.layers.0."),
@@ -270,7 +254,6 @@ def build(program: MeshProgram, *, seed: int = 0) -> Any:
             model.activation_checkpointing_enable({"use_reentrant": False})
     else:
         model = tiny_gpt(num_layers=program.num_layers, tied=program.tied)
-        model.__class__ = _GPT
         model.checkpoints = program.checkpoints
         if program.model == "experts":
             with torch.random.fork_rng(devices=()):

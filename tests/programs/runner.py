@@ -358,7 +358,7 @@ def _difference(case: Case, outcomes: dict[str, list[Outcome]], expected: Expect
         mine, twin = outcomes["run"][0].found, outcomes["twin"][0].found
         assert mine is not None
         assert twin is not None
-        for name in ("weights", "losses", "norms"):
+        for name in ("weights", "losses", "norms", "evaluations"):
             if not _same_bits(getattr(mine, name), getattr(twin, name)):
                 return f"bitwise: {name} differ from those on {case.other}: {getattr(mine, name)} {getattr(twin, name)}"
     return ""

@@ -16,12 +16,24 @@ import pytest
 from echelon.base.errors import EchelonError
 from tests.harness import RanksFailed, RanksHung, import_ahead, run_on_ranks
 from tests.programs.mesh_loop import train
-from tests.programs.mesh_program import Found, MeshProgram, draw_mesh_program, run_plainly, simpler
+from tests.programs.mesh_program import Found, MeshProgram, draw_mesh_program, run_plainly, simpler, sizes_of
 
 import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
-# Split layers that go on as stages in mid-epoch; of the soak tests: split layers alone, and stages alone.
-ORDINARY = [replace(draw_mesh_program(738), saves=1)]
+# Split layers that go on as stages in mid-epoch, experts that go on divided among more ranks, pieces of sequences that are
+# computed again; of the soak tests: split layers alone, and stages alone.
+ORDINARY = [
+    replace(draw_mesh_program(738), saves=1),
+    MeshProgram(
+        model="experts",
+        optimizer="momentum",
+        epochs=1,
+        saves=1,
+        sizes=sizes_of("shard 4 ep 2"),
+        other=sizes_of("shard 4 ep 4"),
+    ),
+    MeshProgram(sizes=sizes_of("cp 2"), checkpoints=True, epochs=1),
+]
 MORE = [draw_mesh_program(12), draw_mesh_program(43)]
 SOAK_CHUNK = 50
 SOAK = int(os.environ.get("DRAWN_MESH_PROGRAMS", "400"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from echelon.engines.fsdp.options import ShardingOptions
 from echelon.world.world import World
 from tests.harness import RanksFailed, run_on_ranks
 from tests.prepared_loop import weights_of
-from tests.reference import evenly, mean_square, tanh_net, train_plainly
+from tests.programs.program import Case, Layout, Program
+from tests.programs.runner import require_plain
+from tests.reference import mean_square
 
 STEPS = 20
 BATCH = 24  # shards of 3; 5 * 24 + 5 samples: the last update of a pass has empty shards
@@ -171,72 +173,26 @@ def test_weights_losses_and_norms_are_bit_identical_on_any_number_of_processes(k
         print(f"{kind}, {layout} on {world_size}: equal to the last bit")
 
 
-def _plain(weighted: bool) -> list[torch.Tensor]:
-    """Train on whole batches, without dropout; a sample weighs what its shard says."""
-    model = _smooth()
-    x, y = _data().tensors
-
-    def loss_of(batch: list[int]) -> torch.Tensor:
-        shards = [shard for shard in evenly(batch, 8) if shard]
-        counts = [len(shard) + int(y[shard[0]]) if weighted else len(shard) for shard in shards]
-        losses = [nn.functional.cross_entropy(model(x[shard].double()), y[shard]) for shard in shards]
-        return torch.stack([n * loss for n, loss in zip(counts, losses)]).sum() / sum(counts)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return train_plainly(
-        model, loss_of, num_samples=len(y), batch_size=BATCH, optimizer=optimizer, epochs=2, seed=3
-    ).weights
+DRAWN = Program(num_samples=29, batch_size=12, order="shuffle", optimizer="momentum", evaluates="epoch")
+"""Its last update has fewer samples than shards."""
 
 
-def _smooth() -> nn.Module:
-    return tanh_net(64, 16, 4)
-
-
-def _weighted(weighted: bool, form: str, num_shards: int = 8, layout: str | None = None) -> list[torch.Tensor]:
-    model: Any = _smooth()
-    accelerator = _accelerator("mlp", layout, canonical_shards=num_shards)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(_data(), batch_size=BATCH, shuffle=True)
-    )
-    for _ in range(2):
-        for x, y in loader:
-            n = len(x) + int(y[0]) if weighted else None
-            with accelerator.accumulate(model) if form != "without accumulate" else nullcontext():
-                if form == "zero_grad first":
-                    optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(x.double()), y)
-                if form == "two losses":  # losses of one micro-step are summed
-                    accelerator.backward(0.25 * loss, num_items=n, retain_graph=True)
-                    accelerator.backward(0.75 * loss, num_items=n)
-                else:
-                    accelerator.backward(loss, num_items=n)
-                optimizer.step()
-                if form != "zero_grad first":
-                    optimizer.zero_grad()
-    return weights_of(accelerator, model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("weighted", "form"),
-    [
-        (False, "zero_grad first"),
-        (True, "accumulate"),
-        (False, "without accumulate"),
-        (True, "two losses"),
-        pytest.param(False, "accumulate", marks=pytest.mark.soak),
-        pytest.param(True, "without accumulate", marks=pytest.mark.soak),
-        pytest.param(False, "two losses", marks=pytest.mark.soak),
-    ],
-)
-def test_the_update_matches_plain_pytorch(weighted: bool, form: str) -> None:
-    expected = _plain(weighted)
-    layouts = [(1, None), (2, "ddp"), (3, "fsdp2 stage 3")]
-    runs = [run_on_ranks(_weighted, weighted, form, 8, layout, world_size=n) for n, layout in layouts]
-    for found in runs[0][0], runs[1][1], runs[2][2]:
-        assert all((p - q).norm() <= 1e-12 * q.norm() for p, q in zip(found, expected))  # float64
-        assert all(map(torch.equal, found, runs[0][0]))
+def test_updates_are_those_of_a_plain_loop_with_the_same_bits() -> None:
+    programs = [
+        replace(DRAWN, clears_first=True),
+        replace(DRAWN, loss="items"),
+        replace(DRAWN, accumulates=False),
+        replace(DRAWN, loss="two"),  # losses of one micro-step are summed
+        replace(DRAWN, data="iterable", order="sequential", dispatches=False),
+        replace(DRAWN, data="iterable", order="sequential", dispatches=True),
+    ]
+    layouts = [
+        Layout(world_size=n, parity="bitwise", engine=e, shards=8) for n, e in ((2, "ddp"), (3, "fsdp2 stage 3"))
+    ]
+    cases = [Case(program=program, layout=layouts[0], other=layouts[1]) for program in programs]
+    shards = {"parity": "bitwise", "shards": 2}  # one for each process
+    cases.append(Case(program=programs[1], layout=Layout(**shards), other=Layout(world_size=2, **shards)))
+    require_plain(cases)
 
 
 class _Sometimes(nn.Module):
@@ -277,72 +233,6 @@ def test_partly_used_and_unused_parameters_are_bit_identical(clears: bool, capsy
         for found in run_on_ranks(_partly_used, layout, clears, world_size=world_size):
             assert all(map(torch.equal, found, expected)), (world_size, layout)
     assert "8 shards of 3 samples, 3 on each of 3 processes (89 % utilization)" in capsys.readouterr().out
-
-
-def test_processes_with_one_shard_each_use_the_same_weights() -> None:
-    one, two = (run_on_ranks(_weighted, True, "accumulate", 2, world_size=n)[0] for n in (1, 2))
-    assert all(map(torch.equal, one, two))
-
-
-def _evaluated(batch_size: int) -> torch.Tensor:
-    torch.manual_seed(0)
-    model: Any = _mlp()
-    accelerator = Accelerator(parity="bitwise", seed=3)
-    model, loader = accelerator.prepare(model, DataLoader(_data(), batch_size=batch_size))
-    model.eval()
-    with torch.no_grad():
-        return torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in loader])
-
-
-@pytest.mark.parametrize("batch_size", [5, 24])
-def test_evaluation_is_bit_identical_in_the_order_of_the_data(batch_size: int) -> None:
-    (whole,) = run_on_ranks(_evaluated, batch_size, world_size=1)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        expected = _mlp().eval()(_data().tensors[0])
-    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)  # float32, kernels for other sizes
-    for world_size in (2, 3):
-        assert all(torch.equal(found, whole) for found in run_on_ranks(_evaluated, batch_size, world_size=world_size))
-
-
-def _seen() -> list[float]:
-    accelerator, model, _, loader = _prepared(_mlp())
-    assert model.training
-    return sorted(value for x, _ in loader for value in accelerator.gather_for_metrics(x[:, 0]).tolist())
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_padding_samples_of_empty_shards_are_not_results(world_size: int) -> None:
-    expected = sorted(_data().tensors[0][:, 0].tolist())  # the last update has fewer samples than shards
-    assert run_on_ranks(_seen, world_size=world_size) == [expected] * world_size
-
-
-class _Stream(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(zip(*_data().tensors))
-
-
-def _dispatched(dispatch: bool) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    options = DataLoaderConfiguration(dispatch_batches=dispatch)
-    accelerator = Accelerator(parity="bitwise", seed=3, dataloader_config=options)
-    model: Any = _mlp()
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(_Stream(), batch_size=BATCH)
-    )
-    for x, y in loader:
-        accelerator.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights_of(accelerator, model)
-
-
-@pytest.mark.parametrize("dispatch", [True, False])
-def test_a_stream_is_bit_identical_for_any_reader(dispatch: bool) -> None:
-    (expected,) = run_on_ranks(_dispatched, dispatch, world_size=1)
-    for world_size in (2, 3):
-        for found in run_on_ranks(_dispatched, dispatch, world_size=world_size):
-            assert all(map(torch.equal, found, expected))
 
 
 def _padded(samples: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,9 @@ from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
 from tests.prepared_loop import train_prepared
-from tests.reference import regression_data, tanh_net, train_updates
+from tests.programs.program import Case, Layout, Program
+from tests.programs.runner import require_plain
+from tests.reference import regression_data, tanh_net
 
 _N, _BATCH, _EPOCHS = 22, 8, 2  # batches of 8, 8 and 6
 
@@ -176,43 +178,8 @@ def test_closures_are_bit_identical_on_any_number_of_ranks() -> None:
 
 
 def test_without_parity_micro_steps_have_equal_weights() -> None:
-    """Batches of 4 for each of two ranks, in windows of two micro-steps and, at the end of the data, of one."""
-    model, (x, y) = _model(), _data().tensors
-    # Rank r has every second batch; the last one is filled with the first samples.
-    rounds = [range(8), range(8, 16), [16, 17, 18, 19, 20, 21, 0, 1]]
-    plain = train_updates(
-        model,
-        lambda r: (model(x[list(r)]) - y[list(r)]).square().mean(),
-        _EPOCHS * [rounds[:2], rounds[2:]],
-        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
-    )
-    for one in run_on_ranks(_off):
-        assert one["losses"] == pytest.approx(plain.losses, rel=1e-12)
-        for name, value in plain.state.items():
-            assert (one["weights"][name] - value).norm() <= 1e-12 * value.norm()
-
-
-def _off() -> dict[str, Any]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model: Any = _model()
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=4))
-    losses = []
-    for _ in range(_EPOCHS):
-        for x, y in loader:
-            with accelerator.accumulate(model):
-
-                def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> float:
-                    optimizer.zero_grad()
-                    loss = (model(x) - y).square().mean()
-                    accelerator.backward(loss)
-                    return float(loss.detach())
-
-                found = optimizer.step(closure)
-                assert isinstance(found, float)
-            if accelerator.sync_gradients:
-                losses.append(found)
-    return {"losses": losses, "weights": accelerator.get_state_dict(model)}
+    program = Program(num_samples=22, batch_size=4, optimizer="momentum", closure=True, accumulation=2)
+    require_plain([Case(program=program, layout=Layout(world_size=2))])
 
 
 # ---- refused by name -------------------------------------------------------------------------------------------------

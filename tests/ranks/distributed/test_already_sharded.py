@@ -18,6 +18,8 @@ from echelon.base.warnings import EchelonWarning
 from echelon.distributed import shard
 from echelon.trainer import Trainer, TrainingArguments
 from tests.harness import run_on_ranks
+from tests.programs.program import Case, Layout, Program
+from tests.programs.runner import require_plain
 from tests.sharded_already import CUTS, STREAMS, HiddenSampler, StridedSampler, cut_loader, numbers
 from tests.trainer_models import RecordingModel, arguments
 
@@ -245,21 +247,10 @@ def test_a_rank_with_fewer_batches_repeats_its_first_batch_or_ends() -> None:
     assert one == (2, whole[1], 9, 4)
 
 
-def _windows() -> list[Any]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = torch.nn.Linear(1, 1)
-    loader = DataLoader(numbers(10), batch_size=1, sampler=StridedSampler(10))
-    model, loader = accelerator.prepare(model, loader)
-    found = []
-    for (x,) in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x[:, None]).sum())
-            found.append(accelerator.sync_gradients)
-    return found
-
-
-def test_the_last_window_ends_with_the_pass() -> None:
-    assert run_on_ranks(_windows) == [[False, True, False, True, True]] * 2
+def test_windows_of_a_sharded_loader_are_those_of_a_plain_loop() -> None:
+    """The last one of a pass is short."""
+    program = Program(num_samples=10, batch_size=1, order="sampler", already_sharded=True, accumulation=2)
+    require_plain([Case(program=program, layout=Layout(world_size=n)) for n in (1, 2, 3)])
 
 
 def _skipped(kind: str) -> list[Any]:
@@ -496,11 +487,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_unrecognised_sharding_is_reported_once_at_the_loaders_line(case: str) -> None:
-    said = [text for texts in run_on_ranks(_unrecognised, case, "off", "accelerator") for text in texts]
+@pytest.mark.parametrize(
+    ("case", "level"),
+    [*((case, "accelerator") for case in CASES), ("a share of the data", "shard"), ("a false claim", "shard")],
+)
+def test_unrecognised_sharding_is_reported_once_at_the_loaders_line(case: str, level: str) -> None:
+    said = [text for texts in run_on_ranks(_unrecognised, case, "off", level) for text in texts]
     assert len(said) == 1, said
-    for part in ("test_already_sharded.py:", *CASES[case]):
+    for part in ("test_already_sharded.py:", *(CASES[case] if level == "accelerator" else ())):
         assert part in said[0]
 
 
@@ -511,13 +505,6 @@ def test_exact_parity_rejects_unrecognised_sharding(case: str) -> None:
     said = [text for texts in run_on_ranks(_unrecognised, case, "exact", "accelerator") for text in texts]
     assert said
     assert all(text.startswith("error: ") for text in said), said
-
-
-@pytest.mark.parametrize("case", ["a share of the data", "a false claim"])
-def test_shard_reports_unrecognised_sharding(case: str) -> None:
-    said = [text for texts in run_on_ranks(_unrecognised, case, "off", "shard") for text in texts]
-    assert len(said) == 1, said
-    assert "test_already_sharded.py:" in said[0]
 
 
 # ---- no false positives -----------------------------------------------------------------------------------------------------

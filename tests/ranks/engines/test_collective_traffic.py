@@ -21,7 +21,7 @@ from echelon.world.mesh import MeshLayout
 from echelon.world.world import World
 from tests.collective_traffic import CollectiveTraffic, Traffic
 from tests.harness import run_on_ranks
-from tests.parallel_models import VOCABULARY, TinyGPT, tiny_gpt
+from tests.parallel_models import VOCABULARY, tiny_gpt
 
 Counted = dict[tuple[str, tuple[str, ...]], Traffic]
 
@@ -211,15 +211,6 @@ _PIECES, _LENGTH = 8, 32
 _PIECE_TOKENS = _BATCH[0] * _LENGTH // _PIECES
 
 
-class _TakesPositions(TinyGPT):
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embedding(input_ids) + self.position(positions)
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(self.norm(x))
-        return out
-
-
 def _pieces(axis: str, exchange: Any, num_layers: int) -> Counted:
     dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
     try:
@@ -228,7 +219,6 @@ def _pieces(axis: str, exchange: Any, num_layers: int) -> Counted:
         options = ShardingOptions(mesh=layout.parameter_mesh(), exchanges_activations=True)
         engine = FSDP2Engine(World.current(cpu=True), options=options)
         model: Any = tiny_gpt(width=_GPT_WIDTH, num_heads=8, num_layers=num_layers)
-        model.__class__ = _TakesPositions
         optimizer: Any = torch.optim.AdamW(model.parameters())
         prepared = engine.prepare([model], [optimizer], [])
         order = SequenceOrder(num_ranks=_PIECES, zigzag=axis == "cp")

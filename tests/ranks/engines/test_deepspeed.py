@@ -29,8 +29,9 @@ from echelon.utils import (
 )
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.prepared_loop import share_of, train_prepared
+from tests.programs.program import Case, Layout, Program
+from tests.programs.runner import require_plain
 from tests.reference import PlainTraining, gaussian, mean_square, tanh_net, train_updates
-from tests.sharded_already import cut_loader
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.deepspeed
@@ -436,22 +437,7 @@ def test_stage_0_trains_unfrozen_parameters() -> None:
     _assert_like(whole, plain.state)
 
 
-def _read_what_is_cut(name: str) -> list[list[float]]:
-    """Return the training samples of each rank in a pass of a loader that is already sharded."""
-    accelerator = _accelerator(2)
-    model = nn.Linear(1, 1)
-    model, _, loader = accelerator.prepare(model, _adam(model), cut_loader(name, 24, 2, 0))
-    seen: list[float] = []
-    for batch in loader:
-        x = (batch[0] if isinstance(batch, (list, tuple)) else batch).reshape(-1, 1).float()
-        seen += x.flatten().tolist()
-        accelerator.backward(model(x).square().mean())
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, seen)
-    return everybody
-
-
-@pytest.mark.parametrize("name", ["DistributedSampler", "asks for its rank"])
-def test_a_sharded_loader_is_not_sharded_again(name: str) -> None:
-    with_all = run_on_ranks(_read_what_is_cut, name, world_size=2)[0]
-    assert sorted(value for seen in with_all for value in seen) == [float(i) for i in range(24)]
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_loader_that_is_prepared_with_the_model_is_sharded_once(sharded: bool) -> None:
+    program = Program(num_samples=22, order="sampler", already_sharded=sharded, float32=True)
+    require_plain([Case(program=program, layout=Layout(world_size=2, engine="deepspeed stage 2"))])

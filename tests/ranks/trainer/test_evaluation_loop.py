@@ -1,4 +1,4 @@
-"""What evaluations on two ranks gather from the model: rows per token, and lists in lists."""
+"""Evaluations on several ranks: rows per token, lists in lists, batches without tensors, and compiled models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from echelon.trainer import EvalPrediction, Trainer
 from tests.harness import RanksFailed, run_on_ranks
-from tests.trainer_models import arguments
+from tests.trainer_models import Net, arguments, net_data
 
 
 class Tokens(nn.Module):
@@ -98,3 +98,56 @@ def test_rank_zero_alone_saves_a_model_that_it_holds_whole(tmp_path: Any, parity
     files = run_on_ranks(_save_on_rank_zero, str(tmp_path), parity, world_size=2)
     assert files[0] == files[1] == sorted(path.name for path in (tmp_path / "first").iterdir())
     assert "model.safetensors" in files[0]
+
+
+_COLLATORS: dict[str, Any] = {
+    "samples": list,
+    "columns": lambda samples: {"number": [sample["number"] for sample in samples], "kind": "square"},
+}
+
+
+class _OfTexts(Trainer):
+    """Its batches hold no tensor, as those of trl's trainers that generate."""
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, None, None]:
+        texts = inputs["number"] if isinstance(inputs, dict) else [sample["number"] for sample in inputs]
+        return torch.tensor([float(text) for text in texts]).mean(), None, None
+
+
+def _mean_loss(folder: str, collator: str, num_samples: int) -> float:
+    args = arguments(folder, per_device_eval_batch_size=4, remove_unused_columns=False)
+    rows = [{"number": str(i * i)} for i in range(num_samples)]
+    trainer = _OfTexts(Net(), args, eval_dataset=rows, data_collator=_COLLATORS[collator])
+    return float(trainer.evaluate()["eval_loss"])
+
+
+# One process: the last batch is short. Two: it is short on one rank, or all of it is padding on one rank (16 + 3, 8 + 1, 4 samples).
+@pytest.mark.parametrize("collator", list(_COLLATORS))
+@pytest.mark.parametrize(("world_size", "num_samples"), [(1, 19), (2, 19), (2, 13), (2, 9), (2, 4), (2, 16)])
+def test_each_sample_of_a_batch_without_tensors_counts_once(
+    tmp_path: Any, collator: str, world_size: int, num_samples: int
+) -> None:
+    mean = sum(i * i for i in range(num_samples)) / num_samples
+    for found in run_on_ranks(_mean_loss, str(tmp_path), collator, num_samples, world_size=world_size):
+        assert found == pytest.approx(mean, rel=1e-6)  # the means of batches are float32
+
+
+def _evaluate(folder: str, engine: str, how: str) -> list[float]:
+    model: Any = torch.compile(Net(), backend="eager") if how == "script" else Net()
+    options = {"torch_compile": True, "torch_compile_backend": "eager"} if how == "argument" else {}
+    args = arguments(folder, per_device_eval_batch_size=2, engine=engine, optim="sgd", learning_rate=0.1, **options)
+    trainer = Trainer(model, args, train_dataset=net_data(8), eval_dataset=net_data(8))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return [before, trainer.evaluate()["eval_loss"], trainer.predict(net_data(5)).metrics["test_loss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["argument", "script"])
+@pytest.mark.parametrize("engine", ["ddp", "zero1"])
+def test_a_compiled_model_is_evaluated_as_the_plain_one(tmp_path: Any, engine: str, how: str) -> None:
+    plain, compiled = (run_on_ranks(_evaluate, str(tmp_path), engine, kind, world_size=2) for kind in ("plain", how))
+    for mine, wanted in zip(compiled, plain):
+        assert mine == pytest.approx(wanted, rel=1e-12)  # float64; the same operations
