@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,35 @@ def train_prepared(
 
 def weights_of(accelerator: Accelerator, model: Any) -> list[torch.Tensor]:
     """Return copies of the whole parameters of a model. Collective if they are sharded."""
-    parameters = [p.detach() for p in accelerator.unwrap_model(model).parameters()]
-    return [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in parameters]
+    return [whole(p) for p in accelerator.unwrap_model(model).parameters()]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor without shards. Collective if it has some."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@contextmanager
+def heard(name: str, *, level: int = logging.WARNING, note: Path | None = None) -> Iterator[list[str]]:
+    """Collect what the logger ``name`` is told in the block; create the file ``note`` at the first text."""
+    texts: list[str] = []
+
+    def keep(record: logging.LogRecord) -> None:
+        texts.append(record.getMessage())
+        if note is not None:
+            note.touch()
+
+    handler, logger = logging.Handler(level), logging.getLogger(name)
+    handler.emit = keep  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    if level < logging.WARNING:
+        logger.setLevel(level)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def marked_line(file: str, mark: str = "STEP") -> str:

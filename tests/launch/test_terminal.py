@@ -10,6 +10,7 @@ import struct
 import termios
 import threading
 
+import pyte
 import pytest
 
 from tests.launch.conftest import Command
@@ -166,18 +167,7 @@ def _on_a_terminal(command: Command, *argv: str) -> list[str]:
 
 
 def _shown(text: str) -> list[str]:
-    """Return the lines as a terminal shows them: a carriage return goes back, and further characters overwrite."""
-    lines = []
-    for line in text.replace("\r\n", "\n").split("\n"):
-        cells: list[str] = []
-        column = 0
-        for part in re.findall(r"\x1b\[K|\x1b\[[0-9;]*[A-Za-z]|.", line, flags=re.DOTALL):
-            if part == "\r":
-                column = 0
-            elif part == "\x1b[K":
-                del cells[column:]
-            elif not part.startswith("\x1b"):
-                cells[column : column + 1] = [part]
-                column += 1
-        lines.append("".join(cells).rstrip())
-    return lines
+    """Return the lines of a screen that is large enough for all of them."""
+    screen = pyte.Screen(1000, 200)
+    pyte.Stream(screen).feed(text)
+    return [line.rstrip() for line in screen.display]

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from echelon import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from echelon.utils import DeepSpeedPlugin, GatheredParameters, GradScalerKwargs, find_executable_batch_size
+from tests.prepared_loop import whole
 from tests.programs.parts import (
     Batch,
     Rows,
@@ -161,7 +161,7 @@ class _Script:
         with (
             GatheredParameters(list(inner.parameters())) if "deepspeed" in (self.layout.engine or "") else nullcontext()
         ):
-            found.weights = [_whole(parameter.detach()) for parameter in inner.parameters()]
+            found.weights = [whole(parameter) for parameter in inner.parameters()]
         return found
 
     def _epoch(self) -> None:
@@ -406,7 +406,3 @@ def _begin_training(accelerator: Accelerator, program: Program, *, raises: Excep
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()

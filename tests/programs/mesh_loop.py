@@ -7,12 +7,12 @@ import warnings
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from echelon import Accelerator, DataLoaderConfiguration, ParallelismConfig, Trainer, TrainerCallback, TrainingArguments
 from echelon.base.warnings import EchelonWarning
 from echelon.utils import TorchContextParallelConfig, TorchTensorParallelConfig, shift_labels
 from tests.parallel_models import num_tokens
+from tests.prepared_loop import whole
 from tests.programs.mesh_program import (
     CLIP,
     ORDER_SEED,
@@ -53,10 +53,6 @@ def _config(program: MeshProgram) -> ParallelismConfig | None:
     if program.size("cp") > 1:
         handlers["cp_handler"] = TorchContextParallelConfig(cp_comm_strategy=program.exchange)
     return ParallelismConfig(**dict(program.sizes), **handlers)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 class _Script:
@@ -115,7 +111,7 @@ class _Script:
             if program.evaluates:
                 self._evaluate()
         inner = accelerator.unwrap_model(self.model)
-        found.weights = {name: _whole(value) for name, value in inner.named_parameters()}
+        found.weights = {name: whole(value) for name, value in inner.named_parameters()}
         accelerator.end_training()
         return found
 
@@ -255,6 +251,6 @@ def _train_by_trainer(program: MeshProgram, folder: str | None, *, goes_on: bool
     )
     trainer.train(resume_from_checkpoint=True if goes_on else None)
     watch.found.weights = {
-        name: _whole(value) for name, value in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+        name: whole(value) for name, value in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     }
     return watch.found

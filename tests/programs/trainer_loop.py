@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from echelon import Trainer, TrainerCallback, TrainingArguments
-from tests.programs.loop import Found, _whole
+from tests.prepared_loop import whole
+from tests.programs.loop import Found
 from tests.programs.parts import Rows
 from tests.programs.plain import ORDER_SEED
 from tests.programs.program import Layout, Program
@@ -206,5 +207,5 @@ def train(program: Program, layout: Layout, folder: Path, *, goes_on: bool = Fal
     for seed in (901, 902, 901) if program.eval_sets else ():
         trainer.evaluate(Named(program, Rows(program, num_samples=5 + program.seed % 7, seed=seed)))
     found.num_steps = trainer.state.global_step
-    found.weights = [_whole(parameter.detach()) for parameter in trainer.model.parameters()]
+    found.weights = [whole(parameter) for parameter in trainer.model.parameters()]
     return found

@@ -28,6 +28,7 @@ def build(name: str, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> 
 
 def trace(accelerator: Any, name: str) -> list[float]:
     """Train; the cosine scheduler steps once per epoch, the others after each update."""
+    torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     loader = DataLoader(TensorDataset(torch.ones(SAMPLES, 1)))

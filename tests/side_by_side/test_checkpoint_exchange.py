@@ -8,13 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from echelon import Accelerator
 from echelon.cli.main import _run
-from tests.side_by_side.run import PEERS
 
 # The program that both sides train, with the parameter groups of transformers' Trainer (with and without weight decay).
 OBJECTS = """
@@ -99,11 +97,7 @@ def _objects() -> dict[str, Any]:
     return scope
 
 
-def test_checkpoints_survive_a_round_trip_through_the_peers(tmp_path: Path) -> None:
-    if not PEERS.exists():
-        text = f"NOT COMPARED with accelerate and transformers: there is no {PEERS} (make peers)"
-        assert os.environ.get("REQUIRE_PEERS") != "1", text
-        pytest.skip(text)
+def test_checkpoints_survive_a_round_trip_through_the_peers(tmp_path: Path, peers: Path) -> None:
     ours = _objects()
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
     prepared = accelerator.prepare(*ours["objects"](0))
@@ -115,7 +109,7 @@ def test_checkpoints_survive_a_round_trip_through_the_peers(tmp_path: Path) -> N
         assert _run(argv) == 0
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [str(PEERS), "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment
+        [str(peers), "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.split("RESULT ")[1])

@@ -16,7 +16,7 @@ from echelon.config.resolve import resolve
 from echelon.config.schema import RunConfig
 from echelon.config.sources import from_flags
 from echelon.launch.environment import rank_variables
-from tests.side_by_side.run import HERE, PEERS
+from tests.side_by_side.run import HERE
 
 COUNT = 60
 # Defaults that accelerate's launcher passes on; echelon does not pass defaults on, because they would look like choices.
@@ -56,13 +56,12 @@ REFUSED = (
 )
 
 
-@pytest.mark.usefixtures("forks")
 def test_files_of_accelerate_config_load_and_give_the_ranks_the_same_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
     monkeypatch.chdir(tmp_path)
-    command = [str(PEERS), str(HERE / "questionnaire.py"), str(tmp_path), str(COUNT)]
+    command = [str(peers), str(HERE / "questionnaire.py"), str(tmp_path), str(COUNT)]
     foreign = ("ACCELERATE_", "ECHELON_", "FSDP_", "PARALLELISM_CONFIG_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     subprocess.run(command, check=True, capture_output=True, env={**environment, "HF_HOME": str(tmp_path)})

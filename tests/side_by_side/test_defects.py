@@ -72,7 +72,7 @@ TESTS = {
     "07_dynamo_backend": "launch/test_launch.py::test_script_gets_its_arguments_untouched_and_its_environment",
     "08_metrics_of_a_stream": "ranks/data/test_loader_iterable.py::test_sharded_samples_are_read_exactly_once",
     "09_metrics_of_a_sampler": "ranks/accelerator/test_metrics.py::test_metrics_count_the_samplers_samples_not_the_datasets",
-    "10_environment_beats_code": "ranks/accelerator/test_accelerator_errors.py::test_code_overrides_the_environment_with_a_message",
+    "10_environment_beats_code": "ranks/accelerator/test_accelerator.py::test_code_overrides_the_environment_with_a_message",
     "11_last_window": "ranks/accelerator/test_accelerator.py::test_one_process_follows_a_plain_loop_bit_for_bit",
     "12_zero_grad_first": "ranks/accelerator/test_accelerator.py::test_the_update_equals_that_of_one_large_batch",
 }

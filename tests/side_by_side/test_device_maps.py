@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
-import pytest
-
-from tests.side_by_side.run import PEERS, ROOT
+from tests.side_by_side.run import ROOT
 
 PROGRAM = """
 import logging, random, warnings
@@ -76,13 +75,9 @@ print(equal > 1500, refused < 150)
 """
 
 
-def test_device_maps_are_those_of_accelerate() -> None:
-    if not PEERS.exists():
-        text = f"NOT COMPARED with accelerate: there is no {PEERS} (make peers)"
-        assert os.environ.get("REQUIRE_PEERS") != "1", text
-        pytest.skip(text)
+def test_device_maps_are_those_of_accelerate(peers: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     ended = subprocess.run(
-        [str(PEERS), "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=600, check=False
+        [str(peers), "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=600, check=False
     )
     assert (ended.stdout.split(), ended.returncode) == (["True", "True"], 0), ended.stderr

@@ -6,9 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from tests.side_by_side.run import PEERS, ROOT
+from tests.side_by_side.run import ROOT
 
 PROGRAM = """
 import sys
@@ -65,10 +63,10 @@ show("disk", disk_offload(LlamaForCausalLM.from_pretrained(folder + "/model"), f
 """
 
 
-def _run(package: str, folder: Path) -> list[str]:
+def _run(peers: Path, package: str, folder: Path) -> list[str]:
     folder.mkdir()
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
-    command = [str(PEERS), "-c", PROGRAM, package, str(folder)]
+    command = [str(peers), "-c", PROGRAM, package, str(folder)]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
     return [
@@ -76,12 +74,8 @@ def _run(package: str, folder: Path) -> list[str]:
     ]
 
 
-def test_models_with_device_maps_compute_and_generate_the_same(tmp_path: Path) -> None:
-    if not PEERS.exists():
-        text = f"NOT COMPARED with accelerate: there is no {PEERS} (make peers)"
-        assert os.environ.get("REQUIRE_PEERS") != "1", text
-        pytest.skip(text)
-    ours = _run("echelon", tmp_path / "ours")
+def test_models_with_device_maps_compute_and_generate_the_same(tmp_path: Path, peers: Path) -> None:
+    ours = _run(peers, "echelon", tmp_path / "ours")
     assert len(ours) == 6
     assert all(line.split()[1] == "True" for line in ours)
-    assert ours == _run("accelerate", tmp_path / "theirs")
+    assert ours == _run(peers, "accelerate", tmp_path / "theirs")

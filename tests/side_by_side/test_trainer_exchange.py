@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.side_by_side.run import PEERS
-
 # 13 batches per epoch: with accumulation 3 the last of its 5 updates has one batch; step 7 is in the middle of the second epoch.
 PROGRAM = """
 import json, sys
@@ -75,15 +73,11 @@ def _differs(found: dict[str, Any], wanted: dict[str, Any]) -> tuple[float, floa
     return losses, max(abs(a - b) for a, b in pairs)
 
 
-def test_each_trainer_resumes_the_others_checkpoint_and_goes_on_as_its_owner(tmp_path: Path) -> None:
-    if not PEERS.exists():
-        text = f"NOT COMPARED with transformers: there is no {PEERS} (make peers)"
-        assert os.environ.get("REQUIRE_PEERS") != "1", text
-        pytest.skip(text)
+def test_each_trainer_resumes_the_others_checkpoint_and_goes_on_as_its_owner(tmp_path: Path, peers: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("ECHELON_CHECKPOINT_FORMAT", None)
     done = subprocess.run(
-        [str(PEERS), "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=600, env=environment
+        [str(peers), "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=600, env=environment
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.split("RESULT ")[1])

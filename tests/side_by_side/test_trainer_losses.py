@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness import rendezvous
-from tests.side_by_side.run import HERE, PEERS
+from tests.side_by_side.run import HERE
 
 LIMIT = 1e-6
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -19,19 +20,15 @@ Train = Callable[[str, str, int, int], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
+def train(tmp_path_factory: pytest.TempPathFactory, peers: Path) -> Iterator[Train]:
     """(library, model, samples, ranks) -> the results of each rank."""
-    if not PEERS.exists():
-        text = f"NOT COMPARED with transformers: there is no {PEERS} (make peers)"
-        assert os.environ.get("REQUIRE_PEERS") != "1", text
-        pytest.skip(text)
     errors = tmp_path_factory.mktemp("losses") / "stderr"
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
     environment |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     with errors.open("w") as stderr:
         process = subprocess.Popen(
-            [str(PEERS), str(HERE / "trainer_losses.py")],
+            [str(peers), str(HERE / "trainer_losses.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
         )  # fmt: skip
     assert process.stdin is not None

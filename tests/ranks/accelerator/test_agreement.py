@@ -1,7 +1,8 @@
-"""Startup checks of the ranks, their messages, and the progress counters."""
+"""Startup checks of the ranks, their messages and the progress counters; settings that differ between ranks are reported."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import warnings
@@ -15,9 +16,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator
-from echelon.base.errors import DesyncError
+from echelon.base import environ
+from echelon.base.errors import ConfigError, DesyncError
 from echelon.base.warnings import EchelonWarning
+from echelon.config.derive import check, derive
+from echelon.config.files import from_file
+from echelon.config.resolve import resolve
+from echelon.config.schema import RunConfig
+from echelon.config.sources import encode, from_flags
+from echelon.launch.environment import rank_variables
 from tests.harness import errors_on_ranks, run_on_ranks
+from tests.prepared_loop import heard
 
 
 def _said(action: Any) -> list[str]:
@@ -102,21 +111,11 @@ def test_ranks_with_different_data_are_named_with_its_length(parity: str) -> Non
 
 
 def _what_the_batch_means(batch_size: int, accumulation: int, max_micro: int | None) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("echelon")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with heard("echelon", level=logging.INFO) as records:
         accelerator = Accelerator(
             parity="exact", gradient_accumulation_steps=accumulation, max_micro_batch_size=max_micro
         )
         accelerator.prepare(_numbers(50, batch_size), _numbers(50, batch_size))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     return [found for text in records for found in re.findall("global batch.*", text)]
 
 
@@ -286,3 +285,92 @@ def test_a_batch_read_beside_the_loop_changes_nothing(accumulation: int, way: st
     for weight, seen in run_on_ranks(_look_meanwhile, accumulation, way, world_size=2):
         torch.testing.assert_close(weight, torch.tensor([[1 - 0.1 * 7.0]], dtype=torch.float64), rtol=1e-12, atol=0)
         assert way == "peek" or seen == 4
+
+
+CONFIGS = Path(__file__).parents[2] / "data" / "configs"
+
+
+def _told_differently(handed: str, variables: dict[str, str]) -> str:
+    mine = {"ECHELON_CONFIG": handed, **(variables if dist.get_rank() == 1 else {})}
+    with environ.patch(mine):
+        try:
+            Accelerator(cpu=True)
+        except ConfigError as error:
+            return str(error)
+    return "made"
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (
+            {"ACCELERATE_MIXED_PRECISION": "fp16"},
+            "mixed_precision is 'bf16' on rank 0 (from file {}:1) and 'fp16' on rank 1",
+        ),
+        (
+            {"FSDP_VERSION": "2"},
+            "fsdp_version is None on rank 0 (from default) and 2 on rank 1 (from env FSDP_VERSION)",
+        ),
+        ({"ACCELERATE_MIXED_PRECISION": "BF16", "ECHELON_DEBUG": "false", "ECHELON_GPU_IDS": "3"}, None),
+    ],
+)
+def test_a_rank_with_another_setting_is_named_with_both_values(
+    variables: dict[str, str], told: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("mixed_precision: bf16\n")
+    handed = encode(resolve(RunConfig, [from_file(path)]))
+    for rank, text in enumerate(run_on_ranks(_told_differently, handed, variables, world_size=2)):
+        assert text == "made" if told is None else told.format(path) in text
+        assert told is None or f"rank {rank}" in text.splitlines()[1]  # every rank says it
+        assert told is None or "do:" in text
+
+
+def _engines(handed: str) -> list[str]:
+    names = []
+    for variables, given in (
+        ({"ECHELON_CONFIG": handed}, None),
+        ({"ECHELON_CONFIG": handed, "ECHELON_ENGINE": "ddp"}, None),
+        ({"ECHELON_CONFIG": handed, "ECHELON_ENGINE": "ddp"}, "fsdp2"),
+    ):
+        with environ.patch(variables):
+            names.append(Accelerator(cpu=True, engine=given).capabilities.name)
+    return names
+
+
+def test_the_engine_in_the_code_overrides_the_environment_and_the_file() -> None:
+    handed = json.dumps({"engine": ["zero1", 2, "run.yaml:1"]})
+    assert run_on_ranks(_engines, handed, world_size=2) == [["zero1", "ddp", "fsdp2"]] * 2
+
+
+def _engine_of_the_run(variables: dict[str, str]) -> tuple[str, int | None, str]:
+    with environ.patch(variables):
+        accelerator = Accelerator()
+    return (
+        accelerator.capabilities.name,
+        getattr(accelerator.fsdp_plugin, "fsdp_version", None),
+        str(accelerator.config.origins["mixed_precision"]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "engine", "version"),
+    [
+        ("fsdp1.yaml", {}, "fsdp2", 1),
+        ("fsdp2.yaml", {}, "fsdp2", 2),
+        ("zero3_offload.yaml", {"engine": "fsdp2"}, "fsdp2", 2),
+        ("multi_gpu.yaml", {"engine": "fsdp2"}, "fsdp2", 2),
+        ("multi_gpu.yaml", {"engine": "zero1"}, "zero1", None),
+    ],
+)
+def test_file_and_flags_select_the_engine_of_a_script_without_arguments(
+    name: str, flags: dict[str, str], engine: str, version: int | None
+) -> None:
+    given = {**flags, "num_processes": "2", "cpu": "true"}
+    layers = [from_flags({field: (value, f"--{field}") for field, value in given.items()}), from_file(CONFIGS / name)]
+    resolved = derive(resolve(RunConfig, layers))
+    check(resolved)
+    variables = rank_variables(resolved, num_processes=2, num_threads=1, has_accelerator=False)
+    line = (CONFIGS / name).read_text().splitlines().index("mixed_precision: bf16") + 1
+    expected = (engine, version, f"file {CONFIGS / name}:{line}")
+    assert run_on_ranks(_engine_of_the_run, variables, world_size=2) == [expected] * 2

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from echelon import Accelerator, ParallelismConfig
@@ -28,6 +27,7 @@ from tests.parallel_models import (
     ragged_batches,
     tiny_llama,
 )
+from tests.prepared_loop import whole
 
 import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
@@ -87,9 +87,6 @@ def _prepared(sizes: dict[str, int], factor: float = 1.0, accumulation: int = 1)
 
 def _state(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Return whole weights and optimizer state by the names of the first of tied weights; of a pipeline, those of this rank's stages."""
-
-    def whole(value: torch.Tensor) -> torch.Tensor:
-        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     named = {tied.get(n, n): p for n, p in reversed([*accelerator.unwrap_model(model).named_parameters()])}

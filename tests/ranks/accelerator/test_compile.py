@@ -81,10 +81,17 @@ def _setup(kind: str, **more: Any) -> tuple[Accelerator, _Net, nn.Module]:
     return accelerator, model, torch.compile(model, backend="aot_eager") if kind == "own" else model  # type: ignore[return-value]
 
 
-def _train(kind: str) -> tuple[list[torch.Tensor], list[str], int, list[str]]:
+def _ignore_what_tracing_warns_of() -> None:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # that is no leaf (torch 2.13)
+
+
+def _train(kind: str, shards: bool) -> tuple[dict[str, torch.Tensor] | None, int, list[str]]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    accelerator, model, given = _setup(kind)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["_Block"]
+    )
+    accelerator, model, given = _setup(kind, fsdp_plugin=plugin if shards else None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -92,53 +99,25 @@ def _train(kind: str) -> tuple[list[torch.Tensor], list[str], int, list[str]]:
             train_prepared(accelerator, prepared, optimizer, [x])
             extract_model_from_parallel(prepared)  # looking inside changes nothing
             accelerator.unwrap_model(prepared)
-    return (
-        [p.detach() for p in model.parameters()],
-        list(accelerator.get_state_dict(prepared)),
-        torch._dynamo.utils.counters["stats"]["unique_graphs"],
-        [str(w.message) for w in caught if issubclass(w.category, EchelonWarning)],
-    )
+    warned = [str(w.message) for w in caught if issubclass(w.category, EchelonWarning)]
+    return accelerator.get_state_dict(prepared), torch._dynamo.utils.counters["stats"]["unique_graphs"], warned
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_compiled_ranks_train_like_one_uncompiled_process(kind: str) -> None:
-    for parameters, names, graphs, warned in run_on_ranks(_train, kind, world_size=2, timeout=120):
-        torch.testing.assert_close(parameters, _plain().weights, rtol=1e-5, atol=1e-6)  # float32, another order of sums
-        assert names == NAMES
-        assert graphs == (
-            3 if kind == "regions" else 1
-        )  # a block with and without a gradient of its input, and the head
+def test_two_compiled_ranks_train_like_one_uncompiled_process(kind: str, shards: bool) -> None:
+    expected = dict(zip(NAMES, _plain().weights, strict=True))
+    for rank, (weights, graphs, warned) in enumerate(run_on_ranks(_train, kind, shards, world_size=2, timeout=120)):
         assert warned == []
-
-
-def _ignore_what_tracing_warns_of() -> None:
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # that is no leaf (torch 2.13)
-
-
-def _train_sharded(kind: str) -> tuple[dict[str, torch.Tensor] | None, int]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["_Block"]
-    )
-    accelerator, model, given = _setup(kind, fsdp_plugin=plugin)
-    _ignore_what_tracing_warns_of()
-    prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.5))
-    train_prepared(accelerator, prepared, optimizer, _batches(accelerator.process_index))
-    return accelerator.get_state_dict(prepared), torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_sharded_blocks_train_like_one_uncompiled_process(kind: str) -> None:
-    (weights, graphs), _ = run_on_ranks(_train_sharded, kind, world_size=2, timeout=120)
-    assert weights is not None
-    assert list(weights) == NAMES
-    torch.testing.assert_close(
-        list(weights.values()), _plain().weights, rtol=1e-5, atol=1e-6
-    )  # float32, another order of sums
-    assert graphs > 0
+        # A block with and without a gradient of its input, and the head.
+        assert graphs > 0 if shards else graphs == (3 if kind == "regions" else 1)
+        if weights is None:
+            assert shards
+            assert rank > 0
+            continue
+        assert list(weights) == NAMES
+        torch.testing.assert_close(dict(weights), expected, rtol=1e-5, atol=1e-6)  # float32, another order of sums
 
 
 def _guarded() -> list[torch.Tensor]:

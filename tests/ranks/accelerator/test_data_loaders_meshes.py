@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration, ParallelismConfig
@@ -22,6 +21,7 @@ from echelon.base.warnings import EchelonWarning
 from echelon.data_loader import prepare_data_loader
 from echelon.utils import TorchTensorParallelConfig
 from tests.harness import run_on_ranks
+from tests.prepared_loop import whole
 from tests.reference import gaussian, tanh_net
 
 _LAYOUTS: dict[str, dict[str, int]] = {
@@ -82,14 +82,8 @@ def _trained(sizes: dict[str, int], kind: str, parity: str) -> dict[str, Any]:
         "sum": accelerator.reduce(torch.tensor(float(sum(map(len, read)))), "sum").item(),
         "rows": len(accelerator.gather(torch.zeros(1))),
         "rate": schedule.get_last_lr()[0],
-        "weights": torch.cat([_full(p).flatten() for p in model.parameters()]).tolist(),
+        "weights": torch.cat([whole(p).flatten() for p in model.parameters()]).tolist(),
     }
-
-
-def _full(parameter: Any) -> torch.Tensor:
-    """Return the unsharded values of ``parameter``. Collective."""
-    whole: torch.Tensor = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-    return whole
 
 
 def _num_items(numbers: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """What was measured to go wrong elsewhere, and is right here under ``parity="exact"``: the reference is a plain loop.
 
-A schedule advances once for each process (M3), all ranks drop the same units (M4), metrics of a stream count samples twice
-(M5). Elsewhere: short windows (M1) and unequal items (M2) in test_accelerator.py and test_exact_update.py, a resume on
-another number of processes (M11) in test_resume.py.
+All ranks drop the same units (M4), metrics of a stream count samples twice (M5). Elsewhere: short windows (M1) and unequal
+items (M2) in test_accelerator.py and test_exact_update.py, a schedule that advances once for each process (M3) in
+test_scheduler.py, a resume on another number of processes (M11) in test_epochs.py.
 """
 
 from __future__ import annotations
@@ -13,90 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from echelon import Accelerator, DataLoaderConfiguration, set_seed
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
-from tests.reference import NumberStream, mean_square, train_updates
-
-# ---- M3: learning rates ----------------------------------------------------------------------------------------------
-
-_SAMPLES, _BATCH, _EPOCHS = 22, 6, 3  # 4 updates in an epoch, the last one of 4 samples
-_SCHEDULES = ["onecycle", "linear", "lambda", "cosine"]
-
-
-def _schedule(name: str, optimizer: Any, steps_per_epoch: int) -> Any:
-    if name == "onecycle":
-        return lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, epochs=_EPOCHS, steps_per_epoch=steps_per_epoch)
-    if name == "linear":
-        return lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=10)
-    if name == "lambda":
-        return lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    return lr_scheduler.CosineAnnealingLR(optimizer, T_max=_EPOCHS)
-
-
-def _parts(name: str) -> tuple[Any, Any, Any, Any]:
-    torch.manual_seed(0)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = DataLoader(TensorDataset(torch.ones(_SAMPLES, 1)), batch_size=_BATCH)
-    return model, optimizer, loader, _schedule(name, optimizer, len(loader))
-
-
-def _plain_rates(name: str) -> list[float]:
-    """Return the learning rate of each update, and the one at the end; the cosine is stepped once an epoch."""
-    model, optimizer, loader, schedule = _parts(name)
-    rates = []
-    for _ in range(_EPOCHS):
-        plain = train_updates(
-            model,
-            lambda batch: mean_square(model(batch[0])),
-            zip(loader),
-            optimizer,
-            schedule=None if name == "cosine" else schedule,
-        )
-        rates += plain.rates
-        if name == "cosine":
-            schedule.step()
-    return [*rates, optimizer.param_groups[0]["lr"]]
-
-
-def _rates(name: str, accumulation: int, max_micro: int | None) -> list[float]:
-    accelerator = Accelerator(parity="exact", gradient_accumulation_steps=accumulation, max_micro_batch_size=max_micro)
-    model, optimizer, loader, scheduler = accelerator.prepare(*_parts(name))
-    rates = []
-    for _ in range(_EPOCHS):
-        for (x,) in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).square().mean())
-                if accelerator.sync_gradients:
-                    rates.append(optimizer.param_groups[0]["lr"])
-                optimizer.step()
-                if name != "cosine":
-                    scheduler.step()
-                optimizer.zero_grad()
-        if name == "cosine":
-            scheduler.step()
-    return [*rates, optimizer.param_groups[0]["lr"]]
-
-
-def _all_rates() -> dict[tuple[str, int, int | None], list[float]]:
-    cuts: list[tuple[int, int | None]] = [(1, None), (2, None), (1, 2)]
-    return {(name, *cut): _rates(name, *cut) for name in _SCHEDULES for cut in cuts}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_m3_learning_rates_are_those_of_the_plain_loop(world_size: int) -> None:
-    expected = {name: _plain_rates(name) for name in _SCHEDULES}
-    assert expected["linear"][5] == pytest.approx(0.25)  # halfway, where two processes of accelerate are at the end
-    assert [len(rates) for rates in expected.values()] == [13] * 4
-    for found in run_on_ranks(_all_rates, world_size=world_size):
-        assert {key: expected[key[0]] for key in found} == found
-
+from tests.reference import NumberStream
 
 # ---- M4: random streams ----------------------------------------------------------------------------------------------
 

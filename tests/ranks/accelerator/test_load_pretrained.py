@@ -24,7 +24,6 @@ from echelon.base.errors import CheckpointError, DesyncError, UsageError
 from echelon.base.optional import is_available
 from echelon.engines.fsdp.fsdp2 import FSDP2Engine
 from echelon.engines.fsdp.options import ShardingOptions
-from echelon.trainer import Trainer, TrainingArguments
 from echelon.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
 from echelon.world.world import World
 from tests.harness import ROOT, run_on_ranks
@@ -241,51 +240,6 @@ def _told() -> tuple[Any, ...]:
 
 def test_efficient_loading_is_enabled_in_transformers_for_its_accelerator_only() -> None:
     assert run_on_ranks(_told, world_size=2) == [([None, None], ["true", "true"], True, True, True)] * 2
-
-
-# ---- Trainer -------------------------------------------------------------------------------------------------------------
-
-
-class _WithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
-
-
-def _trained_and_saved(folder: str) -> Any:
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
-    data = [{"x": torch.full((5,), i / 8), "labels": torch.tensor(i % 3)} for i in range(8)]
-    arguments = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        num_train_epochs=1,
-        save_steps=2,
-        save_strategy="steps",
-        use_cpu=True,
-        disable_tqdm=True,
-        report_to="none",
-    )
-    trainer = Trainer(_WithLoss(), arguments, train_dataset=data)
-    trainer.train()
-    trainer.save_model()
-    assert isinstance(next(trainer.model.parameters()), DTensor)
-    with pytest.raises(UsageError, match="only this rank's shards"):
-        trainer._save(folder)
-    return trainer.accelerator.get_state_dict(trainer.model_wrapped)
-
-
-def test_the_trainer_saves_a_sharded_model_unsharded(tmp_path: Path) -> None:
-    weights, nothing = run_on_ranks(_trained_and_saved, str(tmp_path), world_size=2)
-    assert nothing is None
-    for folder in (tmp_path, tmp_path / "checkpoint-2"):
-        found = load_file(folder / "model.safetensors")
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], value) for name, value in weights.items())
-        _WithLoss().load_state_dict(found)
 
 
 # ---- GPT-2 of transformers, in separate processes ------------------------------------------------------------------------

@@ -39,14 +39,6 @@ class _Epochs(BatchSampler):
         return iter([[index + 100 * self.epoch for index in batch] for batch in super().__iter__()])
 
 
-class _Identity:
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return 8
-
-
 class _Count(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(5))

@@ -1,19 +1,27 @@
-"""Learning rates of whole runs, as numbers: accelerate 1.15's by default, the plain loop's with step_scheduler_with_optimizer=False.
-
-``PEERS/bin/torchrun --nproc_per_node N tests/side_by_side/lr_traces.py accelerate [False]`` printed them.
-"""
+"""Learning rates of whole runs (accelerate's or the plain loop's), and schedulers that follow a metric."""
 
 from __future__ import annotations
 
 import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from echelon import Accelerator
-from tests.harness import run_on_ranks
+from echelon.base.errors import DesyncError, UsageError
+from echelon.base.warnings import EchelonWarning
+from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import heard, marked_line
+from tests.programs.program import Case, Layout, Program
+from tests.programs.runner import require_plain
 from tests.side_by_side.lr_traces import SAMPLES, build, trace
 
 # The learning rate before each of the 14 updates of one process, and the one at the end.
@@ -46,8 +54,8 @@ def _plain(name: str, world_size: int) -> list[float]:
     return PLAIN[name][: 2 * per_epoch + 1]
 
 
-def _traces(follows: bool) -> dict[str, list[float]]:
-    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=follows)
+def _traces(follows: bool, parity: str = "off") -> dict[str, list[float]]:
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=follows, parity=parity)
     return {name: trace(accelerator, name) for name in PLAIN}
 
 
@@ -65,31 +73,40 @@ def test_learning_rates_match_accelerate_or_the_plain_loop(world_size: int) -> N
     for rates in run_on_ranks(_traces, False, world_size=world_size):
         for name in PLAIN:
             assert rates[name] == pytest.approx(_plain(name, world_size), abs=1e-8), name
+    for rates in run_on_ranks(_traces, True, "exact", world_size=world_size):  # the batch size is that of all ranks
+        for name in PLAIN:
+            assert rates[name] == pytest.approx(PLAIN[name], abs=1e-8), name
+
+
+def test_schedules_count_updates_of_any_number_of_micro_steps() -> None:
+    programs = [Program(num_samples=22, batch_size=6, schedule=name) for name in ("step", "lambda", "cosine")]
+    cuts = [{"world_size": 1}, {"world_size": 2, "max_micro": 2}, {"world_size": 3}]
+    require_plain(
+        [
+            Case(program=replace(program, accumulation=accumulation), layout=Layout(parity="exact", **cut))
+            for program in programs
+            for accumulation in (1, 2)
+            for cut in cuts
+        ]
+    )
 
 
 def _notes(step_scheduler_with_optimizer: bool, split_batches: bool) -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
-    logger = logging.getLogger("echelon.accelerator.prepare.prepare_objects")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     accelerator = Accelerator(
         cpu=True, split_batches=split_batches, step_scheduler_with_optimizer=step_scheduler_with_optimizer
     )
-    for name in ("onecycle", "onecycle", "linear"):
-        optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.5)
-        accelerator.prepare(optimizer, build(name, optimizer, 7))
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
+    with heard("echelon.accelerator.prepare.prepare_objects", level=logging.INFO) as told:
+        for name in ("onecycle", "onecycle", "linear"):
+            optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.5)
+            accelerator.prepare(optimizer, build(name, optimizer, 7))
     return told
 
 
 def test_rank_zero_reports_once_per_class_how_often_a_scheduler_steps() -> None:
     first, second = run_on_ranks(_notes, True, False, world_size=2)
     assert [line.partition(",")[0] for line in first] == [
-        "INFO OneCycleLR steps 2 times per update",
-        "INFO LinearLR steps 2 times per update",
+        "OneCycleLR steps 2 times per update",
+        "LinearLR steps 2 times per update",
     ]
     assert "Accelerator(step_scheduler_with_optimizer=False) to step it once" in first[0]
     assert second == []
@@ -122,3 +139,93 @@ def test_one_cycle_counts_updates_not_micro_steps() -> None:
         scheduler.step()
         expected.append(scheduler.get_last_lr()[0])
     assert run_on_ranks(_rates, world_size=1) == [expected]
+
+
+SAME = [[1.0, 1.0], [0.9, 0.9], [0.95, 0.95], [0.96, 0.96], [0.97, 0.97]]
+OWN = [[1.0, 2.0], [0.9, 3.0], [0.8, 1.0], [0.7, 2.5], [0.6, 2.6]]  # rank 0 alone would never reduce
+
+
+def _plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+
+
+def _plain_plateau(metrics: Sequence[float]) -> list[float]:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    scheduler = _plateau(optimizer)
+    rates = []
+    for metric in metrics:
+        optimizer.step()
+        scheduler.step(metric)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def _train(
+    metrics: list[list[float]], options: dict[str, Any], form: str
+) -> tuple[list[float], list[tuple[str, str]], str]:
+    accelerator = Accelerator(cpu=True, **options)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, _plateau(optimizer))
+    rates, text = [], ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for row in metrics:
+                metric: Any = row[accelerator.process_index]
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                if form == "tensor":
+                    scheduler.step(torch.tensor(metric, dtype=torch.float64))
+                elif form == "keyword":
+                    scheduler.step(metrics=metric)
+                elif form == "main process" and not accelerator.is_main_process:
+                    accelerator.wait_for_everyone()
+                else:
+                    scheduler.step(metric)  # STEP
+                rates.append(optimizer.param_groups[0]["lr"])
+        except UsageError as error:
+            text = str(error)
+    said = [(str(w.message), f"{Path(w.filename).name}:{w.lineno}") for w in caught if w.category is EchelonWarning]
+    return rates, said, text
+
+
+@pytest.mark.parametrize("options", [{}, {"step_scheduler_with_optimizer": False}, {"parity": "exact", "seed": 0}])
+@pytest.mark.parametrize("form", ["float", "tensor", "keyword"])
+def test_equal_metrics_step_once_as_in_a_plain_loop(form: str, options: dict[str, Any]) -> None:
+    expected = _plain_plateau([row[0] for row in SAME])
+    assert len(set(expected)) > 1
+    for rates, said, text in run_on_ranks(_train, SAME, options, form, world_size=2):
+        assert (rates, said, text) == (expected, [], "")
+
+
+@pytest.mark.parametrize("form", ["float", "keyword"])
+def test_metrics_that_differ_are_averaged_with_one_warning(form: str) -> None:
+    expected = _plain_plateau([(one + other) / 2 for one, other in OWN])
+    assert expected != _plain_plateau([row[0] for row in OWN])
+    first, second = run_on_ranks(_train, OWN, {}, form, world_size=2)
+    assert first[0] == second[0] == expected
+    ((text, line),) = first[1]
+    assert second[1] == []
+    assert "ReduceLROnPlateau" in text
+    assert "rank 0: 1.0, rank 1: 2.0" in text
+    assert "their mean, 1.5" in text
+    assert "accelerator.reduce(metric, 'mean')" in text
+    assert line == marked_line(__file__) or form == "keyword"
+
+
+def test_metrics_that_differ_are_an_error_in_an_exact_mode() -> None:
+    for _, said, text in run_on_ranks(_train, OWN, {"parity": "exact", "seed": 0}, "float", world_size=2):
+        assert said == []
+        assert "rank 0: 1.0, rank 1: 2.0" in text
+        assert marked_line(__file__) in text
+
+
+def test_a_step_on_one_rank_alone_is_named() -> None:
+    with pytest.raises(RanksFailed, match=rf"(?s){DesyncError.__name__}: .*rank 0: scheduler.step\(metric\) at"):
+        run_on_ranks(_train, SAME, {}, "main process", world_size=2)
+
+
+def test_one_process_is_the_plain_loop() -> None:
+    assert _train(OWN, {}, "float") == (_plain_plateau([row[0] for row in OWN]), [], "")

@@ -110,14 +110,9 @@ def _read(parity: str, options: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_the_batches_are_those_of_the_subclass(options: dict[str, Any], world_size: int) -> None:
-    assert run_on_ranks(_read, "off", options, world_size=world_size) == [[]] * world_size
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_batches_are_those_of_the_subclass_in_the_exact_mode(world_size: int) -> None:
-    assert run_on_ranks(_read, "exact", {}, world_size=world_size) == [[]] * world_size
+@pytest.mark.parametrize(("parity", "options"), [*(("off", options) for options in OPTIONS), ("exact", {})])
+def test_the_batches_are_those_of_the_subclass(parity: str, options: dict[str, Any], world_size: int) -> None:
+    assert run_on_ranks(_read, parity, options, world_size=world_size) == [[]] * world_size
 
 
 def _shortened() -> list[int]:

@@ -80,16 +80,17 @@ def _read(options: dict[str, Any], parity: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("parity", "world_size"), [("off", 1), ("off", 2), ("off", 3), ("exact", 1), ("exact", 2), ("bitwise", 2)]
+    ("parity", "world_size", "options"),
+    [
+        *(
+            (parity, n, {})
+            for parity, n in (("off", 1), ("off", 2), ("off", 3), ("exact", 1), ("exact", 2), ("bitwise", 2))
+        ),
+        *(("off", 2, {name: name != "even_batches"}) for name in ("split_batches", "even_batches", "dispatch_batches")),
+    ],
 )
-def test_every_sample_of_short_batches_is_gathered_once(parity: str, world_size: int) -> None:
-    assert run_on_ranks(_read, {}, parity, world_size=world_size) == [[]] * world_size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"split_batches": True}, {"even_batches": False}, {"dispatch_batches": True}])
-def test_every_sample_of_short_batches_is_read_with_other_options(options: dict[str, Any]) -> None:
-    assert run_on_ranks(_read, options, "off") == [[], []]
+def test_every_sample_of_short_batches_is_gathered_once(parity: str, world_size: int, options: dict[str, Any]) -> None:
+    assert run_on_ranks(_read, options, parity, world_size=world_size) == [[]] * world_size
 
 
 def _steps(sizes: list[int], batch_size: int, **options: Any) -> list[list[Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from echelon.base.errors import DesyncError
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.setup import cleanup
 from tests.harness import run_on_ranks
+from tests.prepared_loop import heard
 
 _LIMIT_S = 60.0  # on a busy machine; 0.8 on an idle one, and 1800 without the check
 _MEETINGS = ("wait_for_everyone", "get_state_dict")
@@ -137,35 +137,15 @@ def test_a_rank_in_another_collective_is_an_error_before_the_timeout(
             assert "It returns the state on rank zero and None on the other ranks." in text
 
 
-@contextmanager
-def _heard(name: str, note: Path | None = None) -> Iterator[list[str]]:
-    """Collect the log records of the block; create the file ``note`` at the first one."""
-    heard: list[str] = []
-
-    def keep(record: logging.LogRecord) -> None:
-        heard.append(record.getMessage())
-        if note is not None:
-            note.touch()
-
-    handler = logging.Handler()
-    handler.emit = keep  # type: ignore[method-assign]
-    logger = logging.getLogger(name)
-    logger.addHandler(handler)
-    try:
-        yield heard
-    finally:
-        logger.removeHandler(handler)
-
-
 def _told(folder: Path) -> list[str]:
     is_heard = folder / "heard"
-    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.peer_responder", is_heard) as heard:
+    with _job(folder, "fsdp2") as job, heard("echelon.distributed.peer_responder", note=is_heard) as said:
         if dist.get_rank() == 0:
             _text_of(job.get_state_dict)
             while not is_heard.exists():  # a thread of rank 1 logs it, while its program waits in forward
                 time.sleep(0.01)
         job.forward()
-        return heard
+        return said
 
 
 def test_the_rank_in_the_other_collective_logs_why_it_will_fail(tmp_path: Path) -> None:
@@ -190,7 +170,7 @@ def test_a_rank_that_has_ended_is_an_error(tmp_path: Path) -> None:
 
 def _comes_late(folder: Path) -> tuple[bool, list[str]]:
     is_heard = folder / "heard"
-    with _job(folder, "fsdp2") as job, _heard("echelon.distributed.monitored_barrier", is_heard) as heard:
+    with _job(folder, "fsdp2") as job, heard("echelon.distributed.monitored_barrier", note=is_heard) as said:
         beside = None
         if dist.get_rank() == 0:  # operations of another thread, such as a background save, are not its position
             beside = dist.all_reduce(torch.ones(1), async_op=True)
@@ -202,7 +182,7 @@ def _comes_late(folder: Path) -> tuple[bool, list[str]]:
             dist.all_reduce(torch.ones(1))
         else:
             beside.wait()
-        return job.accelerator.get_state_dict(job.model) is not None, heard
+        return job.accelerator.get_state_dict(job.model) is not None, said
 
 
 def test_a_late_rank_is_awaited_and_named_once(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -169,37 +167,6 @@ def _nested() -> tuple[bool, list[int]]:
 
 def test_a_nested_tensor_is_kept_and_other_tensors_are_padded() -> None:
     assert run_on_ranks(_nested, world_size=2) == [(True, [2]), (True, [2])]
-
-
-def _seeds(device_specific: bool) -> tuple[float, float, float]:
-    utils.set_seed(7, device_specific=device_specific)
-    return random.random(), float(np.random.rand()), torch.rand(1).item()
-
-
-def test_a_seed_is_equal_on_the_ranks_or_differs_by_the_rank() -> None:
-    first, second = run_on_ranks(_seeds, False, world_size=2)
-    assert first == second
-    assert run_on_ranks(_seeds, True, world_size=2) == [first, _plain_draws(8)]
-
-
-def _plain_draws(seed: int) -> tuple[float, float, float]:
-    return (
-        random.Random(seed).random(),
-        float(np.random.RandomState(seed).rand()),
-        torch.rand(1, generator=torch.Generator().manual_seed(seed)).item(),
-    )
-
-
-def _synchronized() -> tuple[float, float]:
-    torch.manual_seed(_rank())
-    generator = torch.Generator().manual_seed(100 + _rank())
-    utils.synchronize_rng_states(["torch", "generator"], generator=generator)
-    return torch.rand(1).item(), torch.rand(1, generator=generator).item()
-
-
-def test_generators_follow_rank_zero() -> None:
-    expected = tuple(torch.rand(1, generator=torch.Generator().manual_seed(seed)).item() for seed in (0, 100))
-    assert run_on_ranks(_synchronized, world_size=2) == [expected, expected]
 
 
 def _on_main_only() -> tuple[bool, bool]:

@@ -27,6 +27,7 @@ from tests.parallel_models import (
     tiny_gpt,
     tiny_llama,
 )
+from tests.prepared_loop import whole
 
 import_ahead("transformers.models.llama.modeling_llama")
 
@@ -64,11 +65,6 @@ def _reference(kind: str) -> PlainRun:
     return plain_updates(_model(kind), ragged_batches(2 * _NUM_UPDATES), loss=loss)
 
 
-def _full(value: Any) -> torch.Tensor:
-    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole.detach().clone()  # type: ignore[no-any-return]
-
-
 def _rows() -> list[dict[str, torch.Tensor]]:
     return [{k: v[i] for k, v in batch.items()} for batch in ragged_batches(2 * _NUM_UPDATES) for i in range(4)]
 
@@ -93,13 +89,13 @@ def _trained(sizes: dict[str, int], kind: str, strategy: str = "alltoall") -> di
             loss = _mean_loss(_logits(model, batch, kind, piece.positions), batch["labels"])
             accelerator.backward(loss, num_items=num_tokens(batch["labels"]))
             if accelerator.sync_gradients:
-                gradients.append({n: _full(p.grad) for n, p in model.named_parameters()})
+                gradients.append({n: whole(p.grad) for n, p in model.named_parameters()})
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), CLIP)))
             optimizer.step()
             optimizer.zero_grad()
         assert batch["labels"].shape[1] == 16  # whole again
     return {
-        "weights": {n: _full(p) for n, p in model.state_dict().items()},
+        "weights": {n: whole(p) for n, p in model.state_dict().items()},
         "gradients": gradients,
         "norms": norms,
         "loss": accelerator.update_loss(),

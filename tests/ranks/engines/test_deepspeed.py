@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,7 +27,7 @@ from echelon.utils import (
     map_pytorch_optim_to_deepspeed,
 )
 from tests.harness import errors_on_ranks, run_on_ranks
-from tests.prepared_loop import share_of, train_prepared
+from tests.prepared_loop import heard, share_of, train_prepared
 from tests.programs.program import Case, Layout, Program
 from tests.programs.runner import require_plain
 from tests.reference import PlainTraining, gaussian, mean_square, tanh_net, train_updates
@@ -353,16 +352,11 @@ def test_a_config_with_auto_values_trains_with_its_optimizer_and_schedule() -> N
 
 def _compiled(folder: Path) -> tuple[dict[str, torch.Tensor] | None, str, list[str]]:
     """Train with offloaded state and DeepSpeed's optimizer, which it compiles."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("echelon").addHandler(handler)
-    with environ.patch({"TORCH_EXTENSIONS_DIR": str(folder)}):
+    with environ.patch({"TORCH_EXTENSIONS_DIR": str(folder)}), heard("echelon") as said:
         plugin = _plugin(2, "cpu", zero_force_ds_cpu_optimizer=True)
         accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2)
         model, optimizer, _ = _train(accelerator, counts_items=False)
         assert type(map_pytorch_optim_to_deepspeed(_adam(_model()))).__name__ == "DeepSpeedCPUAdam"
-    logging.getLogger("echelon").removeHandler(handler)
     return accelerator.get_state_dict(model), type(optimizer.optimizer).__name__, said
 
 

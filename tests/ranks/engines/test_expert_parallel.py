@@ -5,7 +5,6 @@ The reference is a plain PyTorch loop in one process with the whole batch. Every
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from echelon import Accelerator, ParallelismConfig
 from echelon.base.errors import ConfigError
 from echelon.engines.expert_parallel.moe import MixtureOfExperts
 from tests.harness import run_on_ranks
+from tests.prepared_loop import heard, whole
 
 VOCABULARY, NUM_EXPERTS, UPDATES, ACCUMULATION, CLIP = 37, 8, 5, 2, 0.05
 
@@ -112,11 +112,6 @@ def _routings(model: nn.Module, found: list[torch.Tensor]) -> None:
             module.register_forward_hook(lambda _module, _inputs, output: found.append(output[2].detach().clone()))
 
 
-def _full(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach().clone()
-
-
 def _plain(kind: str) -> dict[str, Any]:
     model = _model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -133,10 +128,10 @@ def _plain(kind: str) -> dict[str, Any]:
                 routings.append(torch.cat([*routed]))
                 routed.clear()
         (total / num).backward()
-        gradients.append({name: _full(p.grad) for name, p in model.named_parameters()})
+        gradients.append({name: whole(p.grad) for name, p in model.named_parameters()})
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
-    weights = {name: _full(p) for name, p in model.named_parameters()}
+    weights = {name: whole(p) for name, p in model.named_parameters()}
     return {"weights": weights, "gradients": gradients, "norms": norms, "routings": routings}
 
 
@@ -160,12 +155,12 @@ def _divided(kind: str, sizes: dict[str, int]) -> dict[str, Any]:
             routed.clear()
             accelerator.backward(loss / max(num, 1), num_items=num)
             if accelerator.sync_gradients:
-                gradients.append({name: _full(p.grad) for name, p in model.named_parameters()})
+                gradients.append({name: whole(p.grad) for name, p in model.named_parameters()})
                 norms.append(float(accelerator.clip_grad_norm_(model.parameters(), CLIP)))
             optimizer.step()
             optimizer.zero_grad()
     held = {name: tuple(p.to_local().shape) for name, p in model.named_parameters() if "experts" in name}
-    weights = {name: _full(p) for name, p in model.named_parameters()}
+    weights = {name: whole(p) for name, p in model.named_parameters()}
     exported = accelerator.get_state_dict(model)
     assert exported is None or all(torch.equal(exported[name], value) for name, value in weights.items())
     found = {"weights": weights, "gradients": gradients, "norms": norms, "routings": routings, "held": held}
@@ -255,7 +250,7 @@ def _plain_balance(step: int) -> tuple[float, dict[str, torch.Tensor]]:
     chosen = F.one_hot(torch.topk(probabilities, 2).indices, NUM_EXPERTS).sum(1).double()
     balance = NUM_EXPERTS * (probabilities.mean(0) * chosen.mean(0)).sum()
     (torch.stack(losses).sum() / num + 0.5 * balance).backward()
-    return balance.item(), {name: _full(p.grad) for name, p in model.named_parameters()}
+    return balance.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
 def _balanced(step: int, sizes: dict[str, int]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -266,7 +261,7 @@ def _balanced(step: int, sizes: dict[str, int]) -> tuple[float, dict[str, torch.
     output = _balanced_loss(model, ids)
     # One sequence has no token with a label: its loss is nan, but its tokens count for the balance.
     accelerator.backward(output.loss, num_items=len(ids) - 1)
-    gradients = {name: _full(p.grad) for name, p in accelerator.unwrap_model(model).named_parameters()}
+    gradients = {name: whole(p.grad) for name, p in accelerator.unwrap_model(model).named_parameters()}
     accelerator.end_training()
     return output.aux_loss.item(), gradients
 
@@ -321,22 +316,9 @@ def _near_tie(gap: float) -> tuple[list[str], str]:
             rank = accelerator.process_index
             accelerator.backward(model(torch.ones(2, 4, dtype=torch.float64) * (1 + rank)).sum())
             optimizer.step()
-    handler = _Lines()
-    logging.getLogger("echelon").addHandler(handler)
-    try:
+    with heard("echelon") as lines:
         accelerator.end_training()
-    finally:
-        logging.getLogger("echelon").removeHandler(handler)
-    return [str(one.message) for one in caught if "experts' scores" in str(one.message)], "\n".join(handler.lines)
-
-
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    return [str(one.message) for one in caught if "experts' scores" in str(one.message)], "\n".join(lines)
 
 
 def test_the_smallest_routing_gap_is_reported() -> None:

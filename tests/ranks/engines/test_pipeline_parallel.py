@@ -25,6 +25,7 @@ from tests.parallel_models import (
     ragged_batches,
     tiny_llama,
 )
+from tests.prepared_loop import whole
 
 import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
@@ -59,11 +60,6 @@ def _reference(num_layers: int, tied: bool) -> PlainRun:
     return plain_updates(_llama(num_layers, tied=tied), _batches(), accumulation=2)
 
 
-def _full(value: torch.Tensor) -> torch.Tensor:
-    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole.detach().clone()
-
-
 def _trained(
     sizes: dict[str, int], schedule: str, num_micro_batches: int, num_layers: int = 8, tied: bool = False
 ) -> dict[str, Any]:
@@ -84,13 +80,13 @@ def _trained(
             with accelerator.maybe_context_parallel(buffers=[*batch.values()], buffer_seq_dims=[1, 1]):
                 losses.append(pipeline.step(batch).item())
             if accelerator.sync_gradients:
-                gradients.append({n: _full(p.grad) for n, p in model.named_parameters()})  # type: ignore[arg-type]
+                gradients.append({n: whole(p.grad) for n, p in model.named_parameters()})  # type: ignore[arg-type]
                 norms.append(accelerator.clip_grad_norm_(pipeline.parameters(), CLIP).item())
             optimizer.step()
             optimizer.zero_grad()
     outputs = pipeline.evaluate(_batches()[0])
     return {
-        "weights": {n: _full(p) for n, p in model.named_parameters()},
+        "weights": {n: whole(p) for n, p in model.named_parameters()},
         "gradients": gradients,
         "norms": norms,
         "losses": losses,
@@ -186,7 +182,7 @@ def _masked(kind: str) -> dict[str, torch.Tensor]:
     padding = None if is_packed else arguments["attention_mask"]
     with accelerator.context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers), padding_mask=padding):
         pipeline.step(given)
-    return {n: _full(p.grad) for n, p in model.named_parameters()}  # type: ignore[arg-type]
+    return {n: whole(p.grad) for n, p in model.named_parameters()}  # type: ignore[arg-type]
 
 
 @pytest.mark.soak

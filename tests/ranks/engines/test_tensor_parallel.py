@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.utils.data import DataLoader
 
@@ -32,6 +32,7 @@ from tests.parallel_models import (
     tiny_llama,
     use_exact_norms,
 )
+from tests.prepared_loop import whole
 
 GPT_PLAN = {
     "embedding": "embedding_rowwise",
@@ -94,11 +95,6 @@ def loader_of_updates() -> DataLoader[Any]:
         for i in range(len(batch["labels"]))
     ]
     return DataLoader(samples, batch_size=8)  # type: ignore[arg-type]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``tensor`` without shards."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def trained(accelerator: Accelerator, model: nn.Module) -> PlainRun:

@@ -68,26 +68,25 @@ def _expected(kind: str, n: int, *, num_together: int) -> float:
 
 
 @pytest.mark.parametrize("kind", list(_KINDS))
-@pytest.mark.parametrize(("world_size", "n"), [(2, 16), (2, 21), (2, 13), (3, 14), (3, 25), (2, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "n", "options"),
+    [
+        *((world_size, n, {}) for world_size, n in ((2, 16), (2, 21), (2, 13), (3, 14), (3, 25), (2, 3))),
+        (2, 13, {"average_tokens_across_devices": False}),
+        *((world_size, 21, {"parity": "exact"}) for world_size in (1, 2, 3)),
+    ],
+)
 def test_an_evaluation_divides_by_the_labels_of_all_ranks_batches(
-    tmp_path: Any, kind: str, world_size: int, n: int
+    tmp_path: Any, kind: str, world_size: int, n: int, options: dict[str, Any]
 ) -> None:
-    # float64, sums in another order. A mean that the model takes itself is that of each batch.
-    num_together = 1 if kind == "mean" else world_size
+    """In the exact mode of all data; without the mean over devices, and by a model that takes the mean, of each batch."""
+    num_together = 1 if options.get("average_tokens_across_devices") is False or kind == "mean" else world_size
+    num_together = n if "parity" in options else num_together
     expected = _expected(kind, n, num_together=num_together)
     short = _expected(kind, min(n, 6), num_together=num_together)
-    for whole, part, test in run_on_ranks(_evaluate, str(tmp_path), kind, n, {}, world_size=world_size):
-        assert whole == pytest.approx(expected, rel=1e-12)
-        assert part == pytest.approx(short, rel=1e-12)
-        assert test == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", list(_KINDS))
-def test_without_the_mean_over_devices_each_batch_is_divided_by_its_own_labels(tmp_path: Any, kind: str) -> None:
-    expected = _expected(kind, 13, num_together=1)
-    options = {"average_tokens_across_devices": False}
-    for whole, _, _ in run_on_ranks(_evaluate, str(tmp_path), kind, 13, options, world_size=2):
-        assert whole == pytest.approx(expected, rel=1e-12)
+    for whole, part, test in run_on_ranks(_evaluate, str(tmp_path), kind, n, options, world_size=world_size):
+        # float64, sums in another order.
+        assert (whole, part, test) == pytest.approx((expected, short, expected), rel=1e-12)
 
 
 class _IgnoringGenerator(IgnoringNet):

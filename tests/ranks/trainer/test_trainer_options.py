@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from echelon.base.errors import ConfigError, DesyncError
+from echelon.base.errors import ConfigError, DesyncError, UsageError
 from echelon.trainer import EvalPrediction, NonFiniteError, Trainer, TrainerCallback, TrainingArguments
 from echelon.trainer.callbacks.built_in import TimeLimitCallback
 from echelon.trainer.features.hyperparameter_search import BestRun
@@ -93,23 +94,27 @@ def test_every_rank_stops_at_a_nan_and_the_error_names_its_rank(tmp_path: Path) 
     assert "step 2 is not finite: " in str(errors[0])
 
 
-def _shard(folder: str) -> dict[str, torch.Tensor]:
-    args = _args(
-        folder, fsdp="full_shard auto_wrap", fsdp_config={"min_num_params": 0, "version": 2}, eval_strategy="epoch",
-        save_strategy="epoch", load_best_model_at_end=True, save_total_limit=1,
-    )  # fmt: skip
+def _shard(folder: str, by_environment: bool) -> list[dict[str, torch.Tensor]]:
+    options: dict[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 0, "version": 2}}
+    if by_environment:
+        os.environ["ACCELERATE_USE_FSDP"], options = "true", {}
+    options |= {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    args = _args(folder, save_total_limit=1, **options)
     trainer = Trainer(Net(), args, train_dataset=net_data(16), eval_dataset=net_data(4))
     assert trainer.accelerator.capabilities.shards_parameters
     trainer.train()
     trainer.save_model(f"{folder}/end")
+    with pytest.raises(UsageError, match="only this rank's shards"):
+        trainer._save(folder)
     with pytest.raises(ConfigError, match="a sharded model cannot be cast"):
         Trainer(Net(), _args(folder, fsdp=True, bf16_full_eval=True), eval_dataset=net_data(4)).evaluate()
-    return load_file(f"{folder}/end/model.safetensors")
+    return [load_file(f"{folder}/{name}/model.safetensors") for name in ("end", "checkpoint-4")]
 
 
-def test_sharded_training_matches_the_plain_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_sharded_training_matches_the_plain_loop(tmp_path: Path, by_environment: bool) -> None:
     expected = dict(_plain(16, 4).state_dict())
-    for weights in run_on_ranks(_shard, str(tmp_path), world_size=2):
+    for weights in (one for rank in run_on_ranks(_shard, str(tmp_path), by_environment, world_size=2) for one in rank):
         torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)  # float64, another order of additions
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "end"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -16,10 +15,10 @@ import torch
 from torch import nn
 
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
-from echelon.base.sharded import is_dtensor
 from echelon.trainer import Trainer, TrainerCallback, TrainingArguments, training_run
 from echelon.world.group import close_group
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import heard, whole
 from tests.reference import warmup_then_linear
 from tests.trainer_models import EndsAfter, Net, arguments, net_data, train_rows_plainly
 
@@ -63,12 +62,7 @@ def _train(
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
-    # Of a sharded model every rank has its parts.
-    state = {
-        name: value.full_tensor() if is_dtensor(value) else value.clone()
-        for name, value in trainer.model.state_dict().items()
-    }
-    return logs, state
+    return logs, {name: whole(value) for name, value in trainer.model.state_dict().items()}
 
 
 def _plain_loop() -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -204,20 +198,9 @@ def test_an_error_on_all_ranks_saves_a_checkpoint(tmp_path: Path) -> None:
 
 
 def _fails_alone(folder: str) -> None:
-    messages: list[str] = []
-
-    class Keeps(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    keeps, logger = Keeps(), logging.getLogger("echelon.trainer.training_run")
-    logger.addHandler(keeps)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(training_run, "_TIMEOUT", timedelta(seconds=0.5))
-            told = _fails(folder, [0])
-    finally:
-        logger.removeHandler(keeps)
+    with heard("echelon.trainer.training_run") as messages, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "_TIMEOUT", timedelta(seconds=0.5))
+        told = _fails(folder, [0])
     raise AssertionError(f"{told}; {messages}")
 
 

@@ -32,6 +32,7 @@ from an earlier update that was not checked.
 STAGES: tuple[Stage, ...] = get_args(Stage)[:-1]
 """Those of ``echelon verify``."""
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One way in which an update is not the update of one process."""
