@@ -57,11 +57,6 @@ class Engine(ABC):
     def capabilities(self) -> Capabilities:
         """Properties of this engine that callers may depend on."""
 
-    @property
-    @abstractmethod
-    def batch_axes(self) -> tuple[str, ...]:
-        """Device mesh axes along which batches are split; empty if one rank reads all batches."""
-
     @abstractmethod
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
@@ -215,17 +210,6 @@ class Engine(ABC):
         Collective: call on every rank.
         """
         raise UsageError(f"the {self.capabilities.name} engine does not support pipeline parallelism")
-
-    @abstractmethod
-    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return this rank's shard of the state of ``model`` and ``optimizers``, by plain parameter name."""
-
-    @abstractmethod
-    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        """Load the result of ``sharded_state`` on the same number of ranks.
-
-        Collective if parameters are sharded.
-        """
 
     @abstractmethod
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:

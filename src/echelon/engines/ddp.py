@@ -73,10 +73,6 @@ class DDPEngine(DelegatingEngine):
     def capabilities(self) -> Capabilities:
         return _CAPABILITIES
 
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("dp_replicate",)
-
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
@@ -193,13 +189,6 @@ class DDPEngine(DelegatingEngine):
     ) -> ShardedUpdate:
         self._reduces = False
         return super().build_sharded_update(num_shards, parameters, num_chunks=num_chunks)
-
-    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return the full state, because every rank has it."""
-        return super().sharded_state(self.unwrap(model), optimizers)
-
-    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        super().load_sharded_state(self.unwrap(model), optimizers, state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
         return super().full_state_dict(self.unwrap(model))

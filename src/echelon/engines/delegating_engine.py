@@ -28,10 +28,6 @@ class DelegatingEngine(Engine):
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities
 
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return self.inner.batch_axes
-
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
     ) -> Prepared:
@@ -101,12 +97,6 @@ class DelegatingEngine(Engine):
 
     def run_pipeline(self, stages: PipelineStages, run: Callable[[], None]) -> None:
         self.inner.run_pipeline(stages, run)
-
-    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        return self.inner.sharded_state(model, optimizers)
-
-    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        self.inner.load_sharded_state(model, optimizers, state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
         return self.inner.full_state_dict(model)

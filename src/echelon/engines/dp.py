@@ -96,12 +96,6 @@ class DPEngine(DelegatingEngine):
         # dp does not support it, although ``inner`` does
         return Engine.build_sharded_update(self, num_shards, parameters)
 
-    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        return super().sharded_state(self.unwrap(model), optimizers)
-
-    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        super().load_sharded_state(self.unwrap(model), optimizers, state)
-
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
         return super().full_state_dict(self.unwrap(model))
 

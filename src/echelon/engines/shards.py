@@ -45,14 +45,6 @@ def gather_full(value: Any, *, keep: bool) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) and keep else value
 
 
-def describe_shard(value: Any) -> Any:
-    """Return this rank's DTensor shard as ``{"shape", "offset", "values"}``. Other values are returned unchanged."""
-    if not is_dtensor(value):
-        return value
-    _, offset = local_shape_and_offset(value)
-    return {"shape": list(value.shape), "offset": list(offset), "values": value.to_local().detach()}
-
-
 def shard_like(value: Any, like: torch.Tensor) -> Any:
     """Shard the full tensor ``value`` in the same way as ``like``. A tensor with another shape stays unsharded."""
     if not is_dtensor(like) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
@@ -61,11 +53,6 @@ def shard_like(value: Any, like: torch.Tensor) -> Any:
     for dim, (size, start) in enumerate(zip(shape, offset)):
         value = value.narrow(dim, min(start, value.shape[dim]), size)
     return _from_local(value.clone(), like)
-
-
-def restore_shard(value: Any, like: torch.Tensor) -> Any:
-    """Undo ``describe_shard`` on a rank that holds the same shard as in ``like``."""
-    return _from_local(value["values"], like) if isinstance(value, dict) and is_dtensor(like) else value
 
 
 def _from_local(local: torch.Tensor, like: DTensor) -> DTensor:

@@ -15,7 +15,7 @@ from echelon.base.capabilities import Capabilities
 from echelon.engines.base import Engine, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate
-from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
+from echelon.engines.state_dicts import plain_state_dict
 from echelon.engines.stepper import Stepper, multiply_gradients, zero_backward
 from echelon.world.world import World
 
@@ -40,10 +40,6 @@ class SingleEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         return _CAPABILITIES
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ()
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], schedulers: Sequence[Any]
@@ -105,13 +101,6 @@ class SingleEngine(Engine):
         return ReplicatedUpdate(
             parameters, num_shards=num_shards, rank=self._world.rank, world_size=self._world.world_size
         )
-
-    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return the full state as the only shard."""
-        return collect_named_state(model, optimizers)
-
-    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        load_named_state(model, optimizers, state)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         return plain_state_dict(model)

@@ -22,7 +22,6 @@ from echelon.engines.delegating_engine import DelegatingEngine
 from echelon.engines.gather_state import gather_state
 from echelon.engines.join_uneven_inputs import join_sharded
 from echelon.engines.sharded_optimizer import ShardedOptimizer
-from echelon.engines.state_dicts import plain_parameters
 from echelon.engines.stepper import repoint_scheduler
 from echelon.world.world import World
 
@@ -115,24 +114,6 @@ class Zero1Engine(DelegatingEngine):
                 do="use the ddp engine",
             )
         return super().step(optimizer, closure=closure)
-
-    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        """See ``Engine.load_sharded_state``.
-
-        Raises:
-            UsageError: ``state`` belongs to another rank or was saved on a different number of ranks.
-        """
-        names = {id(parameter): name for name, parameter in plain_parameters(self.unwrap(model))}
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            assert isinstance(optimizer, ShardedOptimizer), type(optimizer)
-            own = {names[id(parameter)] for group in optimizer.optim.param_groups for parameter in group["params"]}
-            others = sorted(set(saved["state"]) - own)
-            if others:
-                raise UsageError(
-                    f"the saved optimizer state contains {', '.join(others[:3])}, which belongs to another rank",
-                    do="load each rank's part on the same rank, with the same number of ranks, or load the full state",
-                )
-        super().load_sharded_state(model, optimizers, state)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         """See ``Engine.full_optimizer_state``. The returned tensors are copies on the CPU."""

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError
 from echelon.base.warnings import EchelonWarning
 from echelon.distributed.setup import cleanup
@@ -176,11 +178,12 @@ class _HasNoStepGuard(CountingEngine):
 
 
 class _ForgetsTheOptimizer(CountingEngine):
-    def sharded_state(self, model: nn.Module, optimizers: Any) -> Mapping[str, Any]:
-        return super().sharded_state(model, [])
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, exposes_state=False)
 
-    def load_sharded_state(self, model: nn.Module, optimizers: Any, state: Mapping[str, Any]) -> None:
-        super().load_sharded_state(model, [], state)
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        pass
 
 
 class _ForgetsTheWholeState(CountingEngine):

@@ -207,25 +207,6 @@ def test_the_full_state_moves_between_ddp_and_other_numbers_of_ranks() -> None:
         assert all(all(map(torch.equal, one, after[0][0])) for ranks in after for one in ranks)
 
 
-def _own_part() -> tuple[list[str], bool]:
-    accelerator, model, optimizer = _trained("zero1")
-    state = accelerator.session.engine.sharded_state(model, [optimizer.optimizer])
-    names = sorted(state["optimizers"][0]["state"])
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, state)
-    with pytest.raises(UsageError, match="which belongs to another rank"):
-        accelerator.session.engine.load_sharded_state(model, [optimizer.optimizer], parts[1 - dist.get_rank()])
-    return names, list(state["model"]) == [name for name, _ in _model().named_parameters()]
-
-
-def test_a_rank_saves_its_part_and_rejects_another_ranks_part() -> None:
-    (mine, is_whole), (theirs, _) = run_on_ranks(_own_part)
-    assert is_whole
-    assert sorted(mine + theirs) == sorted(name for name, _ in _model().named_parameters())
-    assert mine
-    assert theirs
-
-
 # ---- uneven ends -----------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ from echelon.data.loader import PreparedLoader
 from echelon.distributed.tree import leaves
 from echelon.engines.base import Engine
 from echelon.engines.fsdp.pipeline_state import group_names
-from echelon.engines.shards import address_of, restore_shard
+from echelon.engines.shards import address_of, local_as
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
 _KERNELS = ("foreach", "fused")
@@ -67,12 +67,8 @@ def content_of(
     """Return this rank's checkpoint content.
 
     Args:
-        session: session whose objects are saved.
         models: the unwrapped models, in the order of preparation.
-        custom_objects: objects registered for checkpointing.
         random_states: RNG states of this process. None: the current ones.
-        metric: metric of this checkpoint, if any.
-        world_size: number of ranks that save.
 
     Collective: call on every rank if the engine gathers its state, or with a pipeline.
     """
@@ -151,13 +147,10 @@ def load_content(
     """Load the verified ``checkpoint``; return ``step`` and ``progress``.
 
     Args:
-        session: session whose objects are loaded.
         checkpoint: may come from any engine and number of ranks.
         models: the unwrapped models.
         loaded: models whose weights a hook has loaded.
-        custom_objects: objects registered for checkpointing.
         strict: require the checkpoint to contain exactly the model's weights.
-        allowed: entries that may be missing.
         data: how to handle changed data. None: a change in the middle of an epoch raises an error.
 
     Collective: call on every rank if the engine shards parameters.
@@ -414,8 +407,7 @@ def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> to
     if checkpoint.layout(name).shape != tuple(parameter.shape) or not is_dtensor(parameter):
         return checkpoint.read(name)
     _, box, _ = box_of(parameter)
-    sharded: torch.Tensor = restore_shard({"values": checkpoint.read(name, box)}, parameter)
-    return sharded
+    return local_as(checkpoint.read(name, box), parameter)
 
 
 # ---- engines that gather their state ---

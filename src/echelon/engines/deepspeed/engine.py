@@ -37,7 +37,7 @@ from echelon.engines.deepspeed.options import (
     parameters_by_group,
 )
 from echelon.engines.output_hooks import OutputFlattener, flatten_outputs_for_hooks
-from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_state_dict
+from echelon.engines.state_dicts import plain_state_dict
 from echelon.engines.stepper import Stepper, drop_scheduler_groups, repoint_scheduler, require_graph, zero_backward
 from echelon.world.world import World
 
@@ -103,10 +103,6 @@ class DeepSpeedEngine(Engine):
             keeps_float64=False,
             takes_closures=False,
         )
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("dp_replicate",) if self._stage < 3 else ("dp_shard",)
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
@@ -403,19 +399,6 @@ class DeepSpeedEngine(Engine):
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        run = self._run
-        if run is None or model is not run.engine or run.shards is None:
-            return collect_named_state(self.unwrap(model), optimizers)
-        return run.own_state(with_optimizer=bool(optimizers))
-
-    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        run = self._run
-        if run is None or model is not run.engine or run.shards is None:
-            load_named_state(self.unwrap(model), optimizers, state)
-        else:
-            run.load_own_state(state)
-
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
         """See ``Engine.full_state_dict``. It returns the float32 weights if DeepSpeed keeps them."""
         run = self._run
@@ -448,7 +431,7 @@ class DeepSpeedEngine(Engine):
         if run.shards is None:
             optimizer.load_state_dict(dict(state))
         else:
-            run.load_optimizer_state(state, is_full=True)
+            run.load_optimizer_state(state)
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[torch.Tensor]]:
         """See ``Engine.parameter_groups``. With stages 1 to 3, frozen parameters and empty groups are omitted."""

@@ -149,16 +149,6 @@ class FlatShards:
         if self._stage == 3:
             write_full(self._zero_module, parameter, value, rank=self._rank)
 
-    def update_model(self) -> None:
-        """Copy the float32 shards to the weights that the model computes with. Collective: call on every rank."""
-        if self._stage < 3:
-            self._optimizer.update_lp_params()
-            return
-        for parameter in self._module.parameters():
-            if parameter.requires_grad:
-                full = self._optimizer.get_full_hp_param(parameter)
-                write_full(self._zero_module, parameter, full, rank=self._rank)
-
     def adopt_changes(self) -> None:
         """Copy what the program has changed in the model's weights (clamped, pruned, ...) to the float32 shards.
 
@@ -216,14 +206,14 @@ class FlatShards:
         """Return the optimizer state by parameter number on rank zero's CPU, or None on other ranks. Collective: call on every rank."""
         return self._gather([p for _, p in self._numbered()], self.own_state())
 
-    def load_state(self, state: Mapping[int, Mapping[str, Any]], *, is_full: bool) -> None:
-        """Load this rank's part of the full optimizer state, or the result of ``own_state`` on this rank."""
+    def load_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Load this rank's part of the full optimizer state."""
         self.require_in_memory()
         for number, parameter in self._numbered():
             part = self.shard(parameter)
             if part is None or number not in state:
                 continue
-            shape = full_shape(parameter) if is_full else torch.Size([part.numel])
+            shape = full_shape(parameter)
             entries = self._optimizer.optimizer.state[part.flat]
             for key, value in state[number].items():
                 if not (isinstance(value, torch.Tensor) and value.shape == shape and value.dim() > 0):
@@ -231,9 +221,7 @@ class FlatShards:
                     continue
                 if key not in entries:
                     entries[key] = torch.zeros_like(part.flat)
-                flat = value.reshape(-1)
-                own = flat.narrow(0, part.offset, part.numel) if is_full else flat
-                part.of(entries[key]).copy_(own)
+                part.of(entries[key]).copy_(value.reshape(-1).narrow(0, part.offset, part.numel))
 
     def groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's groups with parameter numbers, as in torch's state dicts."""

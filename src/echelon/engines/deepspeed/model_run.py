@@ -319,34 +319,6 @@ class DeepSpeedModel:
             found[name] = value.detach().cpu() if owner is None else full[owner]
         return found
 
-    def own_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Return this rank's shards of the weights and the optimizer state."""
-        shards = self.shards
-        assert shards is not None
-        shards.adopt_changes()  # those since the last step
-        model: dict[str, Any] = {}
-        for name, parameter in plain_parameters(self.engine.module):
-            part = shards.shard(parameter)
-            if part is not None:
-                model[name] = {"offset": part.offset, "values": part.of(part.flat).detach().clone()}
-        buffers = {name: b.detach().clone() for name, b in self.engine.module.named_buffers()}
-        optimizers = [{"state": shards.own_state(), "param_groups": shards.groups()}] if with_optimizer else []
-        return {"model": model, "buffers": buffers, "optimizers": optimizers, "loss_scale": self._loss_scale()}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Load the result of ``own_state`` on this rank. Collective: call on every rank."""
-        shards = self.shards
-        assert shards is not None
-        for name, parameter in plain_parameters(self.engine.module):
-            part = shards.shard(parameter)
-            if part is not None:
-                part.of(part.flat).data.copy_(state["model"][name]["values"])
-        shards.update_model()
-        for name, buffer in self.engine.module.named_buffers():
-            buffer.copy_(state["buffers"][name])
-        for saved in state["optimizers"]:
-            self.load_optimizer_state({**saved, "loss_scale": state["loss_scale"]}, is_full=False)
-
     def full_optimizer_state(self) -> dict[str, Any] | None:
         """Return the full optimizer state on rank zero, or None on other ranks. Collective: call on every rank."""
         assert self.shards is not None
@@ -355,11 +327,11 @@ class DeepSpeedModel:
             return None
         return {"state": state, "param_groups": self.shards.groups(), "loss_scale": self._loss_scale()}
 
-    def load_optimizer_state(self, state: Mapping[str, Any], *, is_full: bool) -> None:
-        """Load the full optimizer state from any engine, or this rank's shards."""
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load the full optimizer state from any engine."""
         assert self.shards is not None
         self.shards.load_groups(state["param_groups"])
-        self.shards.load_state(state["state"], is_full=is_full)
+        self.shards.load_state(state["state"])
         scaler = self.engine.optimizer.loss_scaler
         for name, value in (state.get("loss_scale") or {}).items():
             setattr(scaler, name, value)

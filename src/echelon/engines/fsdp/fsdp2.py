@@ -23,7 +23,6 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.versions import torch_version
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.ddp.replica import average_gradients
-from echelon.distributed.tree import map_tensors
 from echelon.engines.base import Engine, LocalGradient, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
@@ -58,8 +57,8 @@ from echelon.engines.param_groups import (
     unsharded_parameters,
 )
 from echelon.engines.random_numbers import share_states
-from echelon.engines.shards import describe_shard, gather_full, local_tensors, restore_shard, shard_like
-from echelon.engines.state_dicts import collect_named_state, load_named_state, plain_name, plain_state_dict
+from echelon.engines.shards import gather_full, local_tensors, shard_like
+from echelon.engines.state_dicts import plain_name, plain_state_dict
 from echelon.engines.stepper import Stepper, require_graph, zero_backward
 from echelon.engines.tensor_parallel.canonical_layers import exchanges_chunks
 from echelon.engines.tensor_parallel.parallelize import (
@@ -133,10 +132,6 @@ class FSDP2Engine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         return _CAPABILITIES
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("dp_replicate", "dp_shard") if self._options.replicas > 1 else ("dp_shard",)
 
     # ---- prepare -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +295,8 @@ class FSDP2Engine(Engine):
                     do="choose a divisor of the number of ranks",
                 )
             shape = (replicas, world_size // replicas) if replicas > 1 else (world_size,)
-            self._mesh = init_device_mesh(self._world.device.type, shape, mesh_dim_names=self.batch_axes)
+            names = ("dp_replicate", "dp_shard") if replicas > 1 else ("dp_shard",)
+            self._mesh = init_device_mesh(self._world.device.type, shape, mesh_dim_names=names)
         return self._mesh
 
     def _offload_policy(self) -> OffloadPolicy:
@@ -547,31 +543,6 @@ class FSDP2Engine(Engine):
         return self._update
 
     # ---- state -------------------------------------------------------------------------------------------------------
-
-    def sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Mapping[str, Any]:
-        """Return this rank's shards as ``{"shape", "offset", "values"}``."""
-        shards: Mapping[str, Any] = map_tensors(describe_shard, collect_named_state(model, optimizers))
-        return shards
-
-    def load_sharded_state(self, model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any]) -> None:
-        own = plain_state_dict(model)
-        load_named_state(
-            model,
-            optimizers,
-            {
-                "model": {name: restore_shard(value, own[name]) for name, value in state["model"].items()},
-                "optimizers": [
-                    {
-                        **saved,
-                        "state": {
-                            name: {key: restore_shard(value, own[name]) for key, value in entries.items()}
-                            for name, entries in saved["state"].items()
-                        },
-                    }
-                    for saved in state["optimizers"]
-                ],
-            },
-        )
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
         """Gather the state dict on rank zero's CPU, one tensor at a time; return None on other ranks. Collective: call on every rank."""
