@@ -78,7 +78,7 @@ class Others:
             everything[rank] = payload
             if rank and step == 0:  # rank zero has made the folder
                 token = json.loads(everything[0])[0][0]
-                (folder / f"save_{save}_{rank}.tmp-{token}").mkdir()
+                (folder / f"save_{rank}.tmp-{token}").mkdir()
             step += 1
             spent.num_bytes += sum(map(len, everything))
             spent.start()
@@ -136,7 +136,7 @@ def save(others: Others, rank: int, number: int, content: Content, planner: Plan
         backend="gloo",
     )
     pending = PendingCheckpoint(
-        target=at / f"save_{number}_{rank}",
+        target=at / f"save_{rank}",
         world=world,
         collect=lambda _: content,
         planner=planner,
@@ -162,7 +162,7 @@ def measure(num_ranks: int, num_tensors: int, *, is_sharded: bool, num_later: in
             kept = len(planner.layouts) + 8 * len(planner._own)
             rows.append([rank, saves[0].cpu_s, saves[0].num_bytes, later.cpu_s, later.num_bytes, kept])
         began = time.process_time()
-        Checkpoint(Path(folder) / f"save_{num_later}_0")
+        Checkpoint(Path(folder) / "save_0")
         rows[0].append(time.process_time() - began)
     return rows
 
@@ -188,8 +188,8 @@ def section(sizes: Sequence[int], num_tensors: int) -> str:
         [
             TITLE,
             "",
-            f"{num_tensors} tensors, simulated ranks, tiny tensors. CPU in seconds (later: the slowest of three saves), messages received "
-            "and kept plan in MB.",
+            f"{num_tensors} tiny tensors, simulated ranks, each save over the one before. CPU in seconds (later: the slowest of three "
+            "saves), messages received and kept plan in MB.",
             f"Rank zero's plan of the first save takes the most memory; the whole program had {peak:.1f} GB, including what it simulates.",
             "",
             "| tensors | ranks | | first save, CPU | received | later save, CPU | received | kept | reading the manifest, CPU |",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,8 +19,7 @@ from pathlib import Path
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
-from echelon.checkpoint.manifest import MANIFEST, is_inside, is_part as is_part_of_own, read_manifest
-from echelon.checkpoint.storage import remove_tree
+from echelon.checkpoint.manifest import MANIFEST, is_inside, is_part as is_part_of_own, listed_files, read_manifest
 from echelon.checkpoint.tensor_file import FileFacts, sync_file, write_file
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
@@ -99,35 +98,31 @@ class PendingFolder:
         """Write a new file. Return once it is durable."""
         return write_file(self.path / name, contents, progress=progress)
 
-    def sync_added(self, inside: str = "", *, is_part: Callable[[str], bool]) -> dict[str, FileFacts]:
+    def sync_added(self, *, is_part: Callable[[str], bool]) -> dict[str, FileFacts]:
         """Sync the files that other code wrote to the folder, and return their sizes and checksums.
 
         Args:
-            inside: subfolder, with a slash at its end.
             is_part: returns whether a file with this name was written by ``write``.
         """
         found: dict[str, FileFacts] = {}
-        for name in storage.entries(self.path / inside):
-            path = f"{inside}{name}"
-            kind = storage.kind(self.path / path)
-            if kind == "folder":
-                found |= self.sync_added(f"{path}/", is_part=lambda _: False)
-            elif kind == "file" and not is_part(name):
-                if not is_inside(path):
-                    raise CheckpointError(
-                        f"a hook wrote the file {path!r} to {self.target}; its name is not valid UTF-8 or could refer to a file "
-                        "outside the folder",
-                        where="a save_state hook",
-                        do="use a UTF-8 file name without backslashes",
-                    )
-                found[path] = sync_file(self.path / path)
-        if inside:
-            storage.sync_folder(self.path / inside)
+        for name in _files_in(self.path):
+            if is_part(name):
+                continue
+            if not is_inside(name):
+                raise CheckpointError(
+                    f"a hook wrote the file {name!r} to {self.target}; its name is not valid UTF-8 or could refer to a file "
+                    "outside the folder",
+                    where="a save_state hook",
+                    do="use a UTF-8 file name without backslashes",
+                )
+            found[name] = sync_file(self.path / name)
         return found
 
     def sync(self) -> None:
         """Sync all files in the folder, written by any process."""
-        _sync_tree(self.path)
+        for name in _files_in(self.path):
+            with storage.opened(self.path / name) as handle:
+                storage.sync(handle)
 
     def free_bytes(self) -> int:
         """Return the free space, in bytes, for the files."""
@@ -156,9 +151,7 @@ class PendingFolder:
             self.write(MANIFEST, manifest)
         is_new = storage.kind(target) is None
         if not is_new:
-            replaced: Collection[str] = ()
-            with suppress(CheckpointError):  # not a checkpoint in this format, or a damaged one
-                replaced = read_manifest(target).files
+            replaced = listed_files(target)
             _keep_foreign(target, new, lambda name: is_part(name) or name in replaced)
         storage.sync_folder(new)
         if self.fence is not None:
@@ -233,17 +226,16 @@ def make_folders(folder: Path) -> None:
         storage.sync_folder(made.parent)
 
 
-def _sync_tree(folder: Path) -> None:
-    """Sync the files in ``folder``, written by any process, and the names in its subfolders."""
-    for name in storage.entries(folder):
-        path = folder / name
-        kind = storage.kind(path)
+def _files_in(folder: Path, inside: str = "") -> Iterator[str]:
+    """Yield the files in ``folder`` with their paths in it. The names in a subfolder are synced after its last file."""
+    for name in storage.entries(folder / inside):
+        path = f"{inside}{name}"
+        kind = storage.kind(folder / path)
         if kind == "folder":
-            _sync_tree(path)
-            storage.sync_folder(path)
+            yield from _files_in(folder, f"{path}/")
+            storage.sync_folder(folder / path)
         elif kind == "file":
-            with storage.opened(path) as handle:
-                storage.sync(handle)
+            yield path
 
 
 def retire(path: Path) -> None:
@@ -265,7 +257,13 @@ def retire(path: Path) -> None:
 
 def discard(folder: Path) -> None:
     """Delete a folder, starting with its manifest."""
-    remove_tree(folder, first=MANIFEST)
+    for name in sorted(storage.entries(folder), key=lambda name: name != MANIFEST):
+        path = folder / name
+        if storage.kind(path) == "folder":
+            discard(path)
+        else:
+            storage.remove_file(path)
+    storage.remove_folder(folder)
 
 
 def place_of(target: Path) -> Path:

@@ -65,7 +65,6 @@ def list_folder(folder: Path, *, verify: BarOpener | None = None) -> Listing:
     """List the checkpoints in ``folder``.
 
     Args:
-        folder: folder of checkpoints.
         verify: progress bar to show while every file is read, for checkpoints in echelon's format. If None, only names, sizes
             and manifests are checked.
     """

@@ -69,8 +69,6 @@ def is_over(owner: Owner, me: Owner, *, silent_for: timedelta, owner_lives: bool
     """Return whether ``me`` may take the lock from ``owner``.
 
     Args:
-        owner: the process that holds the lock.
-        me: this process.
         silent_for: time since the last heartbeat of ``owner``.
         owner_lives: whether the owner's process still exists; used only if both processes run on the same machine.
     """

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ MAX_MANIFEST_BYTES = 1 << 30
 _FORMAT = "echelon checkpoint"
 _HEAD = b'{"xxh3_128":"%s","manifest":'
 _TAIL = b"}\n"
+_TENSORS = b',"tensors":'
 _PART = re.compile(r"manifest\.json|objects\.json|rank_\d{5,7}\.(safetensors|json)")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
@@ -102,7 +104,7 @@ def manifest_blocks(
     )
     body = [
         head[:-1],
-        b',"tensors":',
+        _TENSORS,
         tensors,
         b',"aliases":',
         typed_json.to_bytes(dict(sorted(aliases.items()))),
@@ -162,12 +164,31 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(path, str(error)) from error
 
 
-def _parse(text: bytes, path: Path) -> Manifest:
-    start = len(_HEAD % (b"0" * 32))
-    body = text[start : -len(_TAIL)]
+def listed_files(folder: Path) -> Collection[str]:
+    """Return the names of the files that the manifest of ``folder`` lists; empty if it is missing or damaged.
+
+    This does not read the list of tensors, which takes longer than saving a checkpoint of thousands of ranks.
+    """
+    path = folder / MANIFEST
+    try:
+        body = _body_of(storage.read_file(path, max_bytes=MAX_MANIFEST_BYTES), path)
+        try:
+            return list(json.loads(body.partition(_TENSORS)[0] + b"}")["files"])
+        except (ValueError, KeyError):  # the run's settings have such a key, too
+            return list(json.loads(body)["files"])
+    except (OSError, CheckpointError, ValueError, KeyError, TypeError):
+        return ()
+
+
+def _body_of(text: bytes, path: Path) -> bytes:
+    body = text[len(_HEAD % (b"0" * 32)) : -len(_TAIL)]
     if text != _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL:
         raise _damaged(path, "its checksum does not match, or part of it is missing")
-    content = typed_json.from_bytes(body, source=str(path))
+    return body
+
+
+def _parse(text: bytes, path: Path) -> Manifest:
+    content = typed_json.from_bytes(_body_of(text, path), source=str(path))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _damaged(path, f"it is not an {_FORMAT}")
     if content.get("version") != VERSION:

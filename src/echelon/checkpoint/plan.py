@@ -44,7 +44,6 @@ class Planner:
         """Note the tensors that this rank holds, and return what the other ranks must know to ``update`` the plan.
 
         Args:
-            tensors: this rank's tensors.
             may_differ: names of those that may have other values on other ranks.
 
         Raises:
@@ -82,10 +81,8 @@ class Planner:
 
         Args:
             announced: what ``describe`` returned on each rank.
-            rank: this rank.
             crews: for each rank, the ranks that write to the same folder.
             run: calls a function on every rank and returns the results of all ranks.
-            gather: how the ranks communicate.
 
         Collective: call on every rank.
 

@@ -142,7 +142,6 @@ class Checkpoint:
 
         Args:
             targets: destinations by name. Their dtypes may differ from the saved dtypes, but their shapes must match.
-            show: opens the progress bar.
 
         Raises:
             CheckpointError: a tensor is missing or has a different shape. In this case, nothing is copied.
@@ -238,7 +237,7 @@ class CheckpointSearch:
     """Skipped checkpoints, newest first, each with the reason for skipping it."""
 
 
-def open_verified(folder: Path, *, world: World, gather: Gather = gather_bytes) -> Checkpoint:
+def open_verified(folder: Path, *, world: World) -> Checkpoint:
     """Verify all of a checkpoint's files and open it. The ranks on each machine divide the verification among themselves.
 
     Collective: call on every rank.
@@ -246,7 +245,7 @@ def open_verified(folder: Path, *, world: World, gather: Gather = gather_bytes) 
     Raises:
         CheckpointError: the checkpoint is damaged. The error on every rank names the damaged files.
     """
-    checkpoint, problem = try_open(folder, world=world, gather=gather)
+    checkpoint, problem = try_open(folder, world=world)
     if checkpoint is None:
         raise damaged(f"{folder} cannot be loaded; no state was changed: {problem}")
     return checkpoint
@@ -262,8 +261,6 @@ def newest(
 
     Args:
         candidates: paths, newest first. Some of them may be missing on some machines.
-        world: the ranks and machines in the run.
-        gather: how the ranks communicate.
 
     Collective: call on every rank.
     """

@@ -180,7 +180,10 @@ def uncovered(layout: TensorLayout) -> str | None:
     shape = ChunkBounds.whole(layout.shape)
     boxes = [chunk.box for chunk in layout.chunks]
     for box in boxes:
-        if len(box.offset) != len(layout.shape) or box.common(shape) != box:
+        if len(box.offset) != len(layout.shape) or any(
+            start < 0 or length <= 0 or start + length > size
+            for start, length, size in zip(box.offset, box.lengths, layout.shape)
+        ):
             return f"the chunk at {list(box.offset)} of size {list(box.lengths)} extends beyond the tensor"
     # Sweep along the dimension with the most cuts: only boxes that the sweep crosses at the same time can overlap.
     dims = range(len(layout.shape))

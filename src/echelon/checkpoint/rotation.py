@@ -31,7 +31,6 @@ def surplus(
     """Return the numbers of the checkpoints to delete, lowest first.
 
     Args:
-        numbers: numbers of all existing checkpoints.
         limit: maximum number of checkpoints to keep, not counting those kept because of ``keep_every``; None keeps all.
         keep: numbers that are counted but never deleted, such as those of the newest and the best checkpoint.
         keep_every: checkpoints whose number is a multiple of this are never deleted.

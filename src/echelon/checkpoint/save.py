@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -99,11 +99,14 @@ class PendingCheckpoint:
     crew: Sequence[int] = field(init=False)
     """Ranks that write to this folder. The first of them commits it."""
     created: str = field(init=False)
-    content: Content = field(init=False)
+    content: Content | None = field(init=False, default=None)
+    """What the manifest says beside the tensors; None in a layout without a manifest."""
     tensors: list[tuple[str, torch.Tensor]] = field(init=False, default_factory=list)
     """The tensors that this rank writes, with their names in its file. They must not change until the save is finished."""
     objects: dict[str, bytes] = field(init=False, default_factory=dict)
     """Other files that this rank writes, as a mapping from name to contents."""
+    has_added: bool = field(init=False, default=False)
+    """Whether the folder has files that ``write`` wrote."""
     layouts: bytes = field(init=False)
     """The chunks of all tensors, as the manifest lists them; only on the first rank."""
     aliases: Mapping[str, str] = field(init=False)
@@ -142,12 +145,12 @@ class PendingCheckpoint:
                     raise self._not_shared(blind, [host for _, _, host in announced])
             written: list[Any] = [None] * len(announced)
             if (write := self.write) is not None:
+                self.has_added = True
                 what = self.written_by or f"writing {self.target}"
                 written = run_on_all_ranks(what, lambda: write(files.path, files.is_owner), gather, target=at)
             if self.collect is None:
                 return self
-            self.content = content = self.collect(written[self.crew[0]])
-            objects, planner = self.objects, self.planner
+            content, objects, planner = self.collect(written[self.crew[0]]), self.objects, self.planner
 
             def describe() -> list[str]:
                 tensors = _encode_objects(content, objects, rank=world.rank, is_first=is_first)
@@ -158,6 +161,9 @@ class PendingCheckpoint:
             writers = [crews[node] for node in nodes]
             self.tensors = planner.update(announced, rank=world.rank, crews=writers, run=run, gather=gather)
             self.layouts, self.aliases = planner.layouts, planner.aliases
+        # Other ranks' tensors are not kept until the save is finished, nor what the functions hold.
+        self.content = replace(content, tensors={}, objects={}, rank_objects={})
+        self.write = self.collect = None
         return self
 
     def _make_on_other_machines(self) -> None:
@@ -201,7 +207,7 @@ class PendingCheckpoint:
         files, gather = self.files, self.gather
         options: dict[str, Any] = {"target": self.target}
         with files.discarded_on_error():
-            if self.collect is None:
+            if self.content is None:
                 # One rank of each machine syncs. On network file systems, too, a machine must sync the data that it wrote.
                 sync = files.sync if self.world.is_local_rank_zero else lambda: None
                 written = run_on_all_ranks(f"syncing {files.path}", sync, gather, **options)
@@ -210,7 +216,7 @@ class PendingCheckpoint:
                 written = run_on_all_ranks(f"writing {self.target}", lambda: self._write(show), gather, **options)
             run_on_all_ranks(f"renaming {files.path}", lambda: self._commit(written), gather, **options)
         recorder = recorder_of_process()
-        progress = None if self.collect is None else self.content.progress  # weights alone have no progress
+        progress = None if self.content is None else self.content.progress  # weights alone have no progress
         if self.world.rank == 0 and progress is not None and recorder is not None:
             duration_s = (time.monotonic_ns() - self.began_ns) / 1e9
             recorder.checkpoint(self.target, step=progress.get("step"), duration_s=duration_s)
@@ -224,7 +230,7 @@ class PendingCheckpoint:
                 files[name] = self.files.write(name, tensor_blocks(name, self.tensors), progress=progress)
             for name, content in self.objects.items():
                 files[name] = self.files.write(name, [content], progress=progress)
-        if self.write is not None and self.files.is_owner:
+        if self.has_added and self.files.is_owner:
             files |= self.files.sync_added(is_part=is_part)
         return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}
 
@@ -232,7 +238,7 @@ class PendingCheckpoint:
         if not self.files.is_owner:
             return
         manifest = None
-        if self.collect is not None:
+        if self.content is not None:
             manifest = manifest_blocks(
                 token=self.files.token,
                 created=self.created,
@@ -317,7 +323,6 @@ def run_on_all_ranks(
     Args:
         what: what is done, for messages.
         action: function that must not communicate.
-        gather: how the ranks communicate.
         target: path of the checkpoint. If given, file system errors are raised as ``SaveFailedError``, which by itself does not
             end the run.
         details: returns text to append to that error's message. If None, the free space is appended.

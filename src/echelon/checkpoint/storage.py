@@ -197,14 +197,3 @@ def read_file(path: Path, *, max_bytes: int) -> bytes:
         content = bytearray(num_bytes)
         read(handle, 0, memoryview(content))
         return bytes(content)
-
-
-def remove_tree(folder: Path, *, first: str) -> None:
-    """Remove ``folder`` and its contents, starting with the file ``first``."""
-    for name in sorted(entries(folder), key=lambda name: name != first):
-        path = folder / name
-        if kind(path) == "folder":
-            remove_tree(path, first=first)
-        else:
-            remove_file(path)
-    remove_folder(folder)

@@ -17,7 +17,7 @@ import torch
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.damage import damaged
-from echelon.checkpoint.formats.weight_files import aliases_of, index_of
+from echelon.checkpoint.formats.weight_files import aliases_of, cut_into_shards, index_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import ChunkBounds
 from echelon.checkpoint.tensor_file import header_of, stored_form, stored_tensors, torch_dtype, write_file
@@ -127,18 +127,16 @@ def write_weights(
     """Write ``weights`` to new files in ``folder``. Return their paths once they are on disk.
 
     Args:
-        weights: the weights to write.
-        folder: existing folder.
         max_shard_bytes: maximum total size of the tensors in one file; a larger tensor gets a separate file. If several files
             are written, an index in transformers' format is added. None writes a single file.
         kind: dtype to convert floating-point tensors to, a value of ``PRECISIONS``.
         name: name of the file, without suffix.
-        progress: called with the number of bytes written since the last call.
 
     Raises:
         CheckpointError: a tensor has values that ``kind`` cannot represent.
     """
-    shards = _cut(weights, max_shard_bytes, kind)
+    sizes = {tensor: _num_bytes(stored, kind) for tensor, stored in weights.tensors.items()}
+    shards = cut_into_shards(sizes, sum(sizes.values()) if max_shard_bytes is None else max_shard_bytes)
     files = {
         f"{name}.safetensors" if len(shards) == 1 else f"{name}-{i:05d}-of-{len(shards):05d}.safetensors": names
         for i, names in enumerate(shards, start=1)
@@ -147,23 +145,9 @@ def write_weights(
         write_file(folder / file, _stream(weights, names, kind, progress))
     if len(files) == 1:
         return [folder / file for file in files]
-    index = index_of(files, weights.num_bytes(kind))
+    index = index_of(files, sum(sizes.values()))
     write_file(folder / f"{name}.safetensors.index.json", [index.encode()])
     return [*(folder / file for file in files), folder / f"{name}.safetensors.index.json"]
-
-
-def _cut(weights: Weights, limit: int | None, kind: str | None) -> list[list[str]]:
-    """Distribute names over files, keeping their order."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in weights.tensors.items():
-        more = _num_bytes(tensor, kind)
-        if limit is not None and shards[-1] and size + more > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += more
-    return shards
 
 
 def _stream(

@@ -68,7 +68,6 @@ def encode(value: Any, *, name: str, put_tensor: Callable[[str, torch.Tensor], N
     """Convert ``value`` to data that JSON can represent. Tensors are replaced with their names.
 
     Args:
-        value: plain data.
         name: name of the value, used in error messages and in the names of its tensors.
         put_tensor: called with each tensor's name and value. If None, tensors are rejected.
 

@@ -135,6 +135,22 @@ def test_files_of_other_programs_in_a_checkpoint_are_kept(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
 
 
+@pytest.mark.parametrize("config", [None, {"tensors": {"files": ["of_others"]}}])
+def test_files_of_hooks_are_replaced_with_their_checkpoint(config: Any, tmp_path: Path) -> None:
+    content = Content(tensors={"w": torch.ones(1)}, config=config)
+    write = lambda folder, is_owner: (folder / "extra").write_text("of a hook")  # noqa: E731
+    folder = save(tmp_path / "c", content, world=WORLD, write=write)
+    assert Checkpoint(folder).manifest.files["extra"].size == 9
+    (folder / "of_others").write_text("mine")
+    save(tmp_path / "c", content, world=WORLD)
+    assert {path.name for path in folder.iterdir()} == {
+        "manifest.json",
+        "objects.json",
+        "of_others",
+        "rank_00000.safetensors",
+    }
+
+
 def test_unsupported_content_is_an_error_that_changes_nothing(tmp_path: Path) -> None:
     save_on_threads(tmp_path / "c", 1, world_size=1)
     (tmp_path / "file").write_text("")

@@ -50,12 +50,7 @@ def reconcile_data(
     Warns about a change between two epochs.
 
     Args:
-        loaders: current loaders.
         states: saved states; those from older checkpoints contain no data facts and are not compared.
-        source: the checkpoint, for messages.
-        num_saved: number of processes in the saved run.
-        num_ranks: number of processes in this run.
-        policy: how to handle changes.
 
     Raises:
         CheckpointError: the data changed in the middle of an epoch and ``policy`` does not allow it.

@@ -380,41 +380,56 @@ class Checkpoints:
         given = options.pop("allow_changed_data", None)
         allows = session.config.value.allow_changed_data if given is None else given
         data = replace(self.data_policy, allows_changes=allows or self.data_policy.allows_changes)
-        input_dir = _one_folder(input_dir, session.world, "load_state")
-        folder, checkpoint = self._source(input_dir)
+        folder, checkpoint = self._source(_one_folder(input_dir, session.world, "load_state"))
         session.update.drop_update()
-        if checkpoint is not None:
-            with raise_on_all_ranks("load_state"):
-                strict = options.pop("strict", True)
-                self._load_own(checkpoint, strict=strict, allowed=allowed, data=data, others=options)
-            return folder
-        if allowed:
+        if checkpoint is None and allowed:
             raise UsageError(
                 "load_state(allow_missing=) requires a checkpoint in echelon's own format, but this one is not",
                 do="remove allow_missing, or load a checkpoint in echelon's own format",
             )
         with raise_on_all_ranks("load_state"):
-            require_custom_states(folder, len(self.custom_objects))
+            strict = options.pop("strict", True) if checkpoint is not None else True
+            if checkpoint is None:
+                require_custom_states(folder, len(self.custom_objects))
+            elif options:
+                raise UsageError(
+                    f"load_state() got unsupported keyword arguments for echelon's checkpoint format: {', '.join(options)}",
+                    do="remove them",
+                )
             models = self._bare_models()
+            left = list(models)
             for hook in list(self._load_hooks.values()):
-                hook(models, str(folder))
-            changes = load_accelerator_state(
-                folder,
-                models,
-                objects.optimizers,
-                objects.schedulers,
-                objects.loaders,
-                session.world.rank,
-                session.update.scaler,
-                map_location,
-                load_kwargs,
-                data=data,
-                **options,
-            )
+                hook(left, str(folder if checkpoint is None else checkpoint.folder))
+            if checkpoint is not None:
+                changes = load_content(
+                    session,
+                    checkpoint,
+                    models,
+                    loaded=[model for model in models if not any(model is one for one in left)],
+                    custom_objects=self.custom_objects,
+                    strict=strict,
+                    allowed=allowed,
+                    data=data,
+                )
+                _logger.info("%s is loaded", checkpoint.folder)
+            else:
+                changes = load_accelerator_state(
+                    folder,
+                    left,
+                    objects.optimizers,
+                    objects.schedulers,
+                    objects.loaders,
+                    session.world.rank,
+                    session.update.scaler,
+                    map_location,
+                    load_kwargs,
+                    data=data,
+                    **options,
+                )
+                for i, one in enumerate(self.custom_objects):
+                    load_custom_state(one, folder, i)
             session.update.step = changes.get("step", session.update.step)
             session.restore_progress(changes.get("progress"))
-            for i, one in enumerate(self.custom_objects):
-                load_custom_state(one, folder, i)
         return folder
 
     def resume(
@@ -556,38 +571,6 @@ class Checkpoints:
             warn(f"loading {found}; newer checkpoints are incomplete and were skipped:\n{skipped}")
         return found
 
-    def _load_own(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        strict: bool,
-        allowed: Allowed,
-        data: DataPolicy,
-        others: dict[str, Any],
-    ) -> None:
-        if others:
-            raise UsageError(
-                f"load_state() got unsupported keyword arguments for echelon's checkpoint format: {', '.join(others)}",
-                do="remove them",
-            )
-        models = self._bare_models()
-        left = list(models)
-        for hook in list(self._load_hooks.values()):
-            hook(left, str(checkpoint.folder))
-        changes = load_content(
-            self._session,
-            checkpoint,
-            models,
-            loaded=[model for model in models if not any(model is one for one in left)],
-            custom_objects=self.custom_objects,
-            strict=strict,
-            allowed=allowed,
-            data=data,
-        )
-        self._session.update.step = changes["step"]
-        self._session.restore_progress(changes["progress"])
-        _logger.info("%s is loaded", checkpoint.folder)
-
     def save_model(
         self,
         model: nn.Module,
@@ -615,26 +598,20 @@ class Checkpoints:
         folder = Path(save_directory).expanduser()
         with within(Phase.SAVE):
             state = offloaded_state(model) or self._get_state_dict()(model)
-            self._write_model(state, folder, max_shard_size, safe_serialization)
-
-    def _write_model(
-        self, state: dict[str, Any] | None, folder: Path, max_shard_size: int | str, safe_serialization: bool
-    ) -> None:
-        with raise_on_all_ranks("save_model"):
-            if folder.is_file():
-                raise UsageError(f"{folder} exists and is not a directory", do="pass another save_directory")
-            if state is None:  # sharded: only rank zero holds it
-                return
-            on_meta = [name for name, tensor in state.items() if getattr(tensor, "is_meta", False)]
-            if on_meta:
-                raise UsageError(
-                    f"the model has no values on this process, because {', '.join(on_meta[:3])} are on the meta device",
-                    do="load the weights before saving",
-                )
-            world, each = self._session.world, self._project.save_on_each_node
-            if world.is_local_rank_zero if each else world.is_rank_zero:
-                max_bytes = convert_file_size_to_int(max_shard_size)
-                write_shards(state, folder, max_shard_bytes=max_bytes, safe_serialization=safe_serialization)
+            with raise_on_all_ranks("save_model"):
+                if folder.is_file():
+                    raise UsageError(f"{folder} exists and is not a directory", do="pass another save_directory")
+                on_meta = [name for name, tensor in (state or {}).items() if getattr(tensor, "is_meta", False)]
+                if on_meta:
+                    raise UsageError(
+                        f"the model has no values on this process, because {', '.join(on_meta[:3])} are on the meta device",
+                        do="load the weights before saving",
+                    )
+                world, each = self._session.world, self._project.save_on_each_node
+                # The state of a sharded model is None on all ranks but rank zero.
+                if state is not None and (world.is_local_rank_zero if each else world.is_rank_zero):
+                    max_bytes = convert_file_size_to_int(max_shard_size)
+                    write_shards(state, folder, max_shard_bytes=max_bytes, safe_serialization=safe_serialization)
 
     def pass_was_over(self, folder: Path, loader: Any) -> bool:
         """Return whether ``loader`` had yielded its last batch when ``folder`` was saved in echelon's own format."""

@@ -22,24 +22,9 @@ from echelon.checkpoint.rotation import numbered
 from echelon.checkpoint.tensor_file import stored_tensors
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.checkpoint.typed_json import read_json
-from echelon.config.variables import checkpoint_format as format_of_environment
+from echelon.config.variables import checkpoint_format as checkpoint_format
 from echelon.distributed.small_messages import gather_bytes
 from echelon.world.world import World
-
-__all__ = [
-    "format_of_environment",
-    "has_checkpoint",
-    "holds_model",
-    "holds_training",
-    "is_own_format",
-    "newest_whole",
-    "problems_in",
-    "read_model_files",
-    "registered_state",
-    "require_folder",
-    "require_whole",
-    "same_on_all_ranks",
-]
 
 _ARCHIVES = ("*.pt", "*.pth", "*.bin", "*.pkl")  # written by torch.save: zip files, whose directory is at the end
 _ADAPTER = "adapter_model.*"  # in the folder itself, or in a folder with the adapter's name
@@ -101,8 +86,6 @@ def newest_whole(
     ones.
 
     Args:
-        world: this process.
-        folder: folder that contains the checkpoints.
         prefix: name prefix before the number.
         usable: returns why a complete checkpoint cannot be used, or None; must return the same on all ranks.
 

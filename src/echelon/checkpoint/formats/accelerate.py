@@ -135,9 +135,6 @@ def write_state(
     """Write this rank's files to ``folder``.
 
     Args:
-        folder: existing folder for the files.
-        state: state to write.
-        rank: rank of this process.
         writes_shared: whether this rank writes the files shared by all ranks.
         safe_serialization: whether to write weights as safetensors instead of with ``torch.save``.
 
@@ -282,7 +279,6 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
     """Read a checkpoint in Accelerate's layout, written by Accelerate's or echelon's ``save_state``.
 
     Args:
-        folder: folder that contains the checkpoint.
         parameters: for each optimizer, its parameter names in the order of its parameter groups. Required unless the
             optimizer was created with named parameters, in which case its file contains the names.
 

@@ -54,15 +54,9 @@ def build_import(
     """Return the checkpoint in ``folder``, given what its layout stores beside the models.
 
     Args:
-        folder: folder that contains the checkpoint.
-        layout: name of the layout.
-        optimizers: state dict of each optimizer.
         parameters: for each optimizer, its parameter names in the order of its parameter groups. Required unless the
             states contain the names.
-        objects: other objects shared by all ranks.
-        ranks: objects of each rank.
         step: micro-batches so far.
-        progress: counters of the run.
         read: returns whether a file with this name was read, and is not copied.
 
     Raises:

@@ -47,7 +47,6 @@ def merge(
         model: index of the model in the ``prepare`` call; may be None if there is only one model.
         max_shard_bytes: maximum size per file; None writes a single file.
         precision: dtype to convert floating-point tensors to, a key of ``PRECISIONS``; None keeps their dtypes.
-        show: opens the progress bar.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or its index is a pickle.

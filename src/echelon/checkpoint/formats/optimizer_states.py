@@ -83,8 +83,6 @@ def named_states(
     """Add all optimizers' tensors to ``tensors``, and return their parameter groups and the entries that are not tensors.
 
     Args:
-        folder: path of the checkpoint, for use in messages.
-        states: state dict of each optimizer.
         tensors: the models' tensors by checkpoint name. This function adds the optimizers' tensors.
         parameters: for each optimizer, its parameter names in the order of its parameter groups; empty if the states contain
             the names.

@@ -124,7 +124,10 @@ def write_shards(
     Source: the layout used by Accelerate, transformers and huggingface_hub.
     """
     aliases = aliases_in(state_dict)
-    shards = _cut(state_dict, aliases, max_shard_bytes)
+    stored = {name: _num_bytes(tensor) for name, tensor in state_dict.items() if name not in aliases}
+    shards = cut_into_shards(stored, max_shard_bytes)
+    for alias, owner in aliases.items():
+        next(shard for shard in shards if owner in shard).append(alias)
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
     files = {
         pattern.format(suffix="" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"): names
@@ -160,15 +163,12 @@ def index_of(files: Mapping[str, Sequence[str]], num_bytes: int) -> str:
     return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
-def _cut(weights: Mapping[str, Any], aliases: Mapping[str, str], limit: int) -> list[list[str]]:
-    """Distribute names over shards, keeping their order. All names of the same tensor go to the same shard."""
+def cut_into_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Distribute tensors with these sizes over files, keeping their order. A tensor beyond ``limit`` gets a separate file."""
     shards: list[list[str]] = []
     current: list[str] = []
     current_bytes = 0
-    for name, tensor in weights.items():
-        if name in aliases:
-            continue
-        size = _num_bytes(tensor)
+    for name, size in sizes.items():
         if size > limit:
             shards.append([name])
             continue
@@ -179,8 +179,6 @@ def _cut(weights: Mapping[str, Any], aliases: Mapping[str, str], limit: int) -> 
         current_bytes += size
     if current or not shards:
         shards.append(current)
-    for alias, owner in aliases.items():
-        next(shard for shard in shards if owner in shard).append(alias)
     return shards
 
 

@@ -7,7 +7,7 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from echelon.accelerator.checkpoint.folders import format_of_environment, problems_in
+from echelon.accelerator.checkpoint.folders import checkpoint_format as format_of_environment, problems_in
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.warnings import warn
