@@ -21,6 +21,13 @@ Gather = Callable[[bytes], list[bytes]]
 """All-gathers bytes. Returns every rank's bytes, in rank order."""
 
 
+def gather_json(value: Any, gather: Gather) -> list[Any]:
+    """Return the values from all ranks, in rank order. Equal ones are one object, which is parsed once."""
+    texts = gather(json.dumps(value).encode())
+    values = {text: json.loads(text) for text in set(texts)}
+    return [values[text] for text in texts]
+
+
 class Planner:
     """Decides which rank writes what, and keeps the plan for the next save.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from echelon.checkpoint.manifest import (
     read_manifest,
     tensors_file,
 )
-from echelon.checkpoint.plan import Gather
+from echelon.checkpoint.plan import Gather, gather_json
 from echelon.checkpoint.regions import ChunkBounds, ShardPart, TensorLayout, box_of, overlaps
 from echelon.checkpoint.tensor_file import FileFacts, Stored, checksum_of, require_dtype, stored_form, stored_tensors
 from echelon.distributed.small_messages import gather_bytes
@@ -264,7 +263,7 @@ def newest(
 
     Collective: call on every rank.
     """
-    listed = [json.loads(text) for text in gather(json.dumps([str(path) for path in candidates]).encode())]
+    listed = gather_json([str(path) for path in candidates], gather)
     skipped: list[tuple[Path, str]] = []
     for name in dict.fromkeys(name for each in listed for name in each):  # rank zero's order first
         checkpoint, problem = try_open(Path(name), world=world, gather=gather)
@@ -287,7 +286,7 @@ def try_open(folder: Path, *, world: World, gather: Gather = gather_bytes) -> tu
         problems = checkpoint.problems(share=world.local_rank, num_shares=world.local_world_size, show=progress_bar)
     except (CheckpointError, OSError) as error:
         token, problems = "", [error.what if isinstance(error, CheckpointError) else str(error)]
-    reports = [json.loads(text) for text in gather(json.dumps([token, problems]).encode())]
+    reports = gather_json([token, problems], gather)
     for rank, (_, theirs) in enumerate(reports):
         if theirs:
             where = f"rank {rank}: " if len(reports) > 1 else ""

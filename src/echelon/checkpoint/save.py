@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import time
@@ -21,7 +20,7 @@ from echelon.base.progress import BarOpener, no_bar
 from echelon.checkpoint import storage, typed_json
 from echelon.checkpoint.commit import PendingFolder, new_token
 from echelon.checkpoint.manifest import OBJECTS, is_part, manifest_blocks, rank_objects_file, tensors_file
-from echelon.checkpoint.plan import Gather, Planner
+from echelon.checkpoint.plan import Gather, Planner, gather_json
 from echelon.checkpoint.regions import ShardPart
 from echelon.checkpoint.tensor_file import FileFacts, tensor_blocks
 from echelon.distributed.record.recorder import recorder_of_process
@@ -126,7 +125,7 @@ class PendingCheckpoint:
         is_first = creates_folder(world, on_each_node=self.on_each_node)
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         ids = [new_token(), created] if world.rank == 0 else None
-        announced = _gather_json([ids, world.node_rank, socket.gethostname()], gather)
+        announced = gather_json([ids, world.node_rank, socket.gethostname()], gather)
         nodes = [node if self.on_each_node else 0 for _, node, _ in announced]
         crews: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
@@ -303,13 +302,6 @@ def _encode_objects(
     return tensors
 
 
-def _gather_json(value: Any, gather: Gather) -> list[Any]:
-    """Return the values from all ranks. Equal ones are one object."""
-    texts = gather(json.dumps(value).encode())
-    values = {text: json.loads(text) for text in set(texts)}
-    return [values[text] for text in texts]
-
-
 def run_on_all_ranks(
     what: str,
     action: Callable[[], Any],
@@ -340,7 +332,7 @@ def run_on_all_ranks(
         failure = error if target is None else _as_save_failure(error, target, details)
     note = None if failure is None else failure.what if isinstance(failure, EchelonError) else repr(failure)
     mine = {"result": result, "failure": note, "is_storage": isinstance(failure, SaveFailedError)}
-    outcomes = _gather_json(mine, gather)
+    outcomes = gather_json(mine, gather)
     failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome["failure"] is not None}
     if not failed:
         return [outcome["result"] for outcome in outcomes]
@@ -398,10 +390,5 @@ def begin_save(target: Path, content: Content, *, world: World, **options: Any) 
     """Prepare to save ``content`` as the checkpoint ``target``. ``options`` are those of ``PendingCheckpoint``.
 
     Collective: call on every rank.
-
-    Raises:
-        CheckpointError: part of the content cannot be saved, or the ranks do not share a folder.
-        UsageError: ``target`` cannot be replaced.
-        DesyncError: ranks have different tensors with the same name.
     """
     return PendingCheckpoint(target=target, world=world, collect=lambda _: content, **options).begin()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_
 from echelon.checkpoint.formats.layouts import TRAINER_STATE, layout_of
 from echelon.checkpoint.formats.transformers import SCHEDULER
 from echelon.checkpoint.formats.weight_files import read_model, weight_files
+from echelon.checkpoint.plan import gather_json
 from echelon.checkpoint.read import Checkpoint, try_open
 from echelon.checkpoint.rotation import numbered
 from echelon.checkpoint.tensor_file import stored_tensors
@@ -97,7 +97,7 @@ def newest_whole(
     require_folder_or_nothing(folder)
     candidates = {path.name: path for path in numbered(folder, prefix=prefix)}
     names = sorted(
-        {name for found in _gathered(list(candidates)) for name in found},
+        {name for found in gather_json(list(candidates), gather_bytes) for name in found},
         key=lambda name: int(name.removeprefix(prefix)),
         reverse=True,
     )
@@ -121,7 +121,7 @@ def require_whole(world: World, folder: Path) -> None:
         CheckpointError: the checkpoint is damaged; the message names the problem.
     """
     require_folder_or_nothing(folder)
-    if not all(_gathered(place_of(folder).is_dir())):
+    if not all(gather_json(place_of(folder).is_dir(), gather_bytes)):
         raise UsageError(f"there is no folder {folder}", do="pass the path of a checkpoint folder")
     problem = _problem_on_any(world, folder)
     if problem is not None:
@@ -131,15 +131,10 @@ def require_whole(world: World, folder: Path) -> None:
 
 
 def _problem_on_any(world: World, folder: Path) -> str | None:
-    if all(_gathered(is_own_format(folder))):
+    if all(gather_json(is_own_format(folder), gather_bytes)):
         return try_open(folder, world=world)[1]
     problems = problems_in(folder) if world.is_local_rank_zero else []
-    return next((problem for found in _gathered(problems) for problem in found), None)
-
-
-def _gathered(value: Any) -> list[Any]:
-    """Gather plain data from every rank. Collective."""
-    return [json.loads(payload) for payload in gather_bytes(json.dumps(value).encode())]
+    return next((problem for found in gather_json(problems, gather_bytes) for problem in found), None)
 
 
 def problems_in(folder: Path) -> list[str]:
