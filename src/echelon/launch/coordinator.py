@@ -322,6 +322,12 @@ class Coordinator:
             self._drop(member)
         elif member.info is None:
             return  # it was refused, and disconnects after it has read the refusal
+        elif kind == "join" and generation is not None and member in generation.members:
+            # Under torchrun, a machine whose ranks failed leaves the generation without asking. A node that has just been told of
+            # this generation had joined twice.
+            if content["after"] == generation.number:
+                member.is_waiting = True
+                self._end("restart", failed_ns=time.monotonic_ns())
         elif kind == "join":
             member.is_waiting = member.has_joined = True
             # It has imported torch by now.
@@ -670,6 +676,8 @@ class Coordinator:
         if culprit is not None:
             brief = f"{error.splitlines()[0]} (on {culprit.name}, which has the full report)"
         for member in here:
+            if member.is_waiting:
+                continue  # it has left the generation already
             leaves = member in leaving
             member.peer.send(
                 "end",
@@ -723,6 +731,8 @@ def _read_message(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "codes":
         codes = {int(rank): None if code is None else int(code) for rank, code in content["codes"]}
         return {"generation": int(content["generation"]), "codes": codes}
+    if kind == "join":
+        return {"after": int(content["after"])}
     if kind == "preempt":
         return {"requester": str(content["requester"])}
     if kind == "leave":

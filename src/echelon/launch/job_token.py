@@ -34,9 +34,9 @@ def find_token() -> bytes | None:
         return _checked(text.strip().encode(), f"env {TOKEN_VARIABLE}")
     named = environ.get(TOKEN_FILE_VARIABLE)
     if named is not None:
-        return _from_file(Path(named), f"env {TOKEN_FILE_VARIABLE}")
+        return read_token(Path(named), f"env {TOKEN_FILE_VARIABLE}")
     own = default_token_file()
-    return _from_file(own, str(own)) if os.path.exists(own) else None
+    return read_token(own, str(own)) if os.path.exists(own) else None
 
 
 def make_token_file(path: Path) -> bool:
@@ -50,7 +50,12 @@ def make_token_file(path: Path) -> bool:
     return True
 
 
-def _from_file(path: Path, where: str) -> bytes:
+def read_token(path: Path, where: str) -> bytes:
+    """Return the token in a file; ``where`` says in errors which setting named it.
+
+    Raises:
+        ConfigError: as ``find_token``.
+    """
     try:
         with path.open("rb") as file:
             # A pipe (/dev/stdin) needs no check, because other users cannot open it.

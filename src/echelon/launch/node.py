@@ -233,7 +233,7 @@ class Node:
         if self._peer is None or self._peer.is_lost:
             self.join()
         assert self._peer is not None
-        self._peer.send("join")
+        self._peer.send("join", after=self._number)
         try:
             while (generation := self._receive()) is None:
                 pass
@@ -320,6 +320,9 @@ class Node:
             if self._peer is not None:
                 # The coordinator has imported torch by now.
                 self._peer.set_timeout(self._coordinator.times.lost_after.total_seconds())
+            with self._changed:
+                if self._result is not None and self._result.then == "restart":
+                    self._result = None  # the end of the generation before, which this node had left already
             self._inbox.put(NodeGeneration(**content))
         elif kind == "welcome":
             self._inbox.put(None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib.metadata import version
+from pathlib import Path
 from types import MappingProxyType
 
 from echelon._version import __version__
@@ -20,7 +21,7 @@ from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.sources import fingerprint
-from echelon.launch.job_token import find_token
+from echelon.launch.job_token import find_token, read_token
 from echelon.launch.multinode.network import (
     addresses_of,
     interface_of,
@@ -39,6 +40,7 @@ _CONF = MappingProxyType(
     {"join_timeout": 600.0, "last_call_timeout": 30.0, "keep_alive_interval": 2.0, "keep_alive_max_attempt": 5.0}
 )
 _IGNORED_CONF = frozenset({"timeout", "read_timeout", "close_timeout", "heartbeat_timeout", "is_host", "store_type"})
+_TOKEN_FILE = "token_file"
 _MAX_S = 1e7
 _UNEXPANDED = re.compile(r"\$\w|\$\{|%\w+%")
 
@@ -107,9 +109,9 @@ def parse_rdzv_conf(overrides: CliOverrides) -> dict[str, str]:
         name, has_value, value = part.strip().partition("=")
         if not has_value:
             raise ConfigError(f"{part!r} is not a rendezvous setting", where=where, do="use NAME=VALUE,NAME=VALUE")
-        if name not in _CONF and name not in _IGNORED_CONF:
-            near = get_close_matches(name, [*_CONF, *_IGNORED_CONF], n=1)
-            known = ", ".join([*_CONF, "is_host"])
+        if name not in _CONF and name not in _IGNORED_CONF and name != _TOKEN_FILE:
+            near = get_close_matches(name, [*_CONF, _TOKEN_FILE, *_IGNORED_CONF], n=1)
+            known = ", ".join([*_CONF, _TOKEN_FILE, "is_host"])
             do = f"did you mean {near[0]}?" if near else f"known settings: {known}"
             raise ConfigError(f"unknown rendezvous setting {name!r}", where=where, do=do)
         found[name] = value.strip()
@@ -133,7 +135,7 @@ def check_rendezvous(resolved: Resolved[RunConfig], overrides: CliOverrides, ste
         ConfigError: as ``make_plan``.
     """
     backend = resolved.value.rdzv_backend
-    if backend not in (None, "c10d", "static"):
+    if backend not in (None, "c10d", "static", "echelon"):
         raise ConfigError(
             f"rendezvous backend {backend!r} is not supported",
             where=str(resolved.origins["rdzv_backend"]),
@@ -179,7 +181,9 @@ def make_plan(
     own = overrides.local_addr or own_address_towards(address) or socket.gethostname()
     run_id = overrides.rdzv_id or (f"slurm-{step.job_id}" if step is not None else "echelon")
     seconds = {name: float(conf.get(name, default)) for name, default in _CONF.items()}
-    token = _token(overrides, run_id, is_loopback=is_loopback(address) and overrides.listen_on is None)
+    token = _token(
+        overrides, run_id, conf.get(_TOKEN_FILE), is_loopback=is_loopback(address) and overrides.listen_on is None
+    )
     info = NodeInfo(
         uid=secrets.token_hex(8),
         host=socket.gethostname(),
@@ -318,8 +322,9 @@ def _reason(error: OSError) -> str:
     return str(error.strerror or error).partition(" (while attempting")[0]
 
 
-def _token(overrides: CliOverrides, run_id: str, *, is_loopback: bool) -> bytes:
-    token = find_token()
+def _token(overrides: CliOverrides, run_id: str, file: str | None, *, is_loopback: bool) -> bytes:
+    where = f"flag {overrides.typed.get('rdzv_conf', '--rdzv_conf')}"
+    token = find_token() if file is None else read_token(Path(file), where)
     if token is not None:
         return token
     if overrides.is_insecure or is_loopback:
