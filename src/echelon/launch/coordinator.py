@@ -667,7 +667,9 @@ class Coordinator:
         assert generation is not None
         noticed_ns = time.monotonic_ns() if noticed_ns is None else noticed_ns
         here = [member for member in generation.members if member in self._members]
-        read_times = self._request_times(replace(generation, members=here))  # before the ranks are stopped
+        request_times = partial(self._request_times, replace(generation, members=here))
+        # Machines that restart keep their status boards until they start their ranks again; others exit.
+        read_times = request_times() if then != "restart" or leaving else None
         # Drop the references to the generation, so that its store closes now.
         generation.supervisor = generation.barrier = None
         self._generation = None
@@ -688,6 +690,7 @@ class Coordinator:
                 failed_ns=None if failed_ns is None else failed_ns - member.offset_ns,
                 noticed_ns=noticed_ns - member.offset_ns,
             )
+        read_times = request_times() if read_times is None else read_times
         self._record_times(read_times(), failed_ns=failed_ns, noticed_ns=noticed_ns)
         if then != "restart":
             self._finish(then, code)
