@@ -7,7 +7,9 @@ requests from a status board of 8 ranks, whose records change as in training. No
 - join: from the first connection until every node has been told to start its ranks;
 - quiet: CPU time of the coordinator's process per second while all ranks train, its memory and its threads;
 - verdict: from the failure of one rank, upon which all others lose contact, to the report on the machine that it ran on;
-- restart: from the failure until every node has been told to start its ranks again.
+- restart: from the failure until every node has been told to start its ranks again;
+- report: the time that `echelon report` takes for a run of 1,024 ranks, and Chromium to open the page;
+- watch: the time that the live view of as many ranks takes to read and draw them once, which it does twice a second.
 """
 
 from __future__ import annotations
@@ -15,9 +17,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import json
 import multiprocessing
+import os
+import socket
+import statistics
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +38,7 @@ from typing import Any, cast
 
 import psutil
 from results import footer, publish, verdict
+from rich.console import Console
 
 from echelon.diagnose.stall import RankView
 from echelon.launch.coordinator import joined_run
@@ -45,12 +53,21 @@ from echelon.launch.multinode.network import listen
 from echelon.launch.multinode.roster import NodeInfo, RendezvousTimes
 from echelon.launch.node import AttemptRanks, RunRules
 from echelon.launch.supervisor import StallRules
+from echelon.report.live_run import LiveRun
+from echelon.report.terminal import draw
 from echelon.status.board import Board, Doing, Mark, Phase, Slot, StatusNote, StepPart, Times, Watch
+from echelon.status.run_files import read_info, write_info
 from echelon.status.run_recorder import RunRecorder
+
+sys.path.append(str(Path(__file__).parents[1]))  # the tests have a browser and made-up runs
+from tests.browser import CHROMIUM, open_browser
+from tests.recorded_runs import write_run
 
 NUM_NODES = (16, 256, 1024)
 RANKS_PER_NODE = 8
+NUM_REPORTED = 1024
 JOIN_LIMIT_S, VERDICT_LIMIT_S, QUIET_LIMIT = 10.0, 2.0, 0.2
+REPORT_LIMIT_S, OPEN_LIMIT_S = 10.0, 2.0
 TOKEN = b"the token of a benchmark"
 HEARTBEAT_S, LOST_AFTER_S = 2.0, 10.0  # the launcher's defaults
 BOARD_S = 0.5
@@ -69,6 +86,8 @@ class Result:
     memory_mb: float
     num_threads: int
     verdict_s: float
+    verdict_cpu_s: float
+    """CPU seconds of the coordinator's process from the failure to the verdict."""
     restart_s: float
 
 
@@ -87,27 +106,38 @@ def node_info(number: int, num_nodes: int) -> NodeInfo:
     )
 
 
+class SimulatedRank:
+    """A rank that trains, as far as its status board shows."""
+
+    def __init__(self, slot: Slot, index: int) -> None:
+        self._slot, self._index = slot, index
+        self._began_ns = time.monotonic_ns()
+        for step in range(8):
+            slot.mark(Mark(100 * step, (10**9,) * len(StepPart)))
+
+    def train(self) -> int:
+        """Write the records of a rank that trains now, and return its step."""
+        now, slot, spent = time.monotonic_ns(), self._slot, len(StepPart)
+        step = (now - self._began_ns) // STEP_NS
+        doing = Doing.COMMUNICATES | Doing.TRAINS | Doing.DUMPS
+        signature = hash((step, self._index)) & (2**64 - 1)
+        slot.watch(Watch(now, os.getpid(), signature, 20 * step, doing, 0, 57, SCRIPT))
+        slot.note(StatusNote(now, step, 4 * step, 57, Phase.TRAIN, True, "backward", "", "", SCRIPT))
+        slot.times(Times(self._began_ns, now, -1, step, StepPart.BACKWARD, (step * 10**7,) * spent))
+        return step
+
+
 class SimulatedRanks:
     """A status board of one machine whose ranks train, and how they end."""
 
     def __init__(self, folder: Path) -> None:
         self.board = Board(RANKS_PER_NODE, folder=str(folder))
-        self._slots = [Slot(self.board.path, index) for index in range(RANKS_PER_NODE)]
-        self._began_ns = time.monotonic_ns()
-        for slot in self._slots:
-            for step in range(8):
-                slot.mark(Mark(100 * step, (10**9,) * len(StepPart)))
+        self._ranks = [SimulatedRank(Slot(self.board.path, index), index) for index in range(RANKS_PER_NODE)]
         self.train()
 
     def train(self) -> None:
         """Write the records of ranks that train now."""
-        now = time.monotonic_ns()
-        step = self.step = (now - self._began_ns) // STEP_NS
-        for index, slot in enumerate(self._slots):
-            doing = Doing.COMMUNICATES | Doing.TRAINS | Doing.DUMPS
-            slot.watch(Watch(now, 1000 + index, hash((step, index)) & (2**64 - 1), 20 * step, doing, 0, 57, SCRIPT))
-            slot.note(StatusNote(now, step, 4 * step, 57, Phase.TRAIN, True, "backward", "", "", SCRIPT))
-            slot.times(Times(self._began_ns, now, -1, step, StepPart.BACKWARD, (step * 10**7,) * len(StepPart)))
+        self.steps = [rank.train() for rank in self._ranks]
 
         # As JSON, made once for all simulated machines, which would do this at the same time.
         views = [
@@ -213,7 +243,7 @@ class SimulatedNode:
         if kind == "ends":
             return self._ends
         if kind == "steps":
-            return [self._ranks.step] * RANKS_PER_NODE
+            return self._ranks.steps
         if kind in ("views", "times"):
             return self._ranks.answer(kind, self.first_rank)
         raise RuntimeError(f"the simulation does not answer {kind!r}")
@@ -227,6 +257,7 @@ class Progress:
         self._num_started: dict[int, int] = {}
         self.all_started = {generation: asyncio.Event() for generation in (0, 1)}
         self.failed_node: SimulatedNode | None = None
+        self.has_report = asyncio.Event()
         self.report = ""
         self.verdict_at = 0.0
 
@@ -238,6 +269,7 @@ class Progress:
     def ended(self, node: SimulatedNode, content: Mapping[str, Any]) -> None:
         if node is self.failed_node and not self.report:
             self.report, self.verdict_at = content["error"], time.monotonic()
+            self.has_report.set()
 
 
 async def simulate(pipe: Connection, port: int, num_nodes: int, folder: Path) -> None:
@@ -259,10 +291,12 @@ async def simulate(pipe: Connection, port: int, num_nodes: int, folder: Path) ->
         failed_at = time.monotonic()
         for other in [node, *(other for other in nodes if other is not node)]:
             other.send_codes()
+        await first_of(progress.has_report, tasks)
+        pipe.send(progress.verdict_at - failed_at)
         await first_of(progress.all_started[1], tasks)
         restarted_at = time.monotonic()
         assert f"rank {failed_rank} failed first: ValueError: the loss is nan" in progress.report, progress.report
-        pipe.send((progress.verdict_at - failed_at, restarted_at - failed_at))
+        pipe.send(restarted_at - failed_at)
         await asyncio.to_thread(pipe.recv)
         for task in tasks:
             task.cancel()
@@ -362,6 +396,11 @@ def process_of(function: Any, *arguments: Any) -> Iterator[tuple[Connection, int
         process.join()
 
 
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 def measure(num_nodes: int, *, quiet_s: float) -> Result:
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
         folder = Path(temporary)
@@ -371,27 +410,69 @@ def measure(num_nodes: int, *, quiet_s: float) -> Result:
         join_s = nodes.recv()
         time.sleep(2 * HEARTBEAT_S)  # what follows the start, such as the first codes, is over
         process = psutil.Process(pid)
-        before, began = process.cpu_times(), time.monotonic()
+        before_s, began = cpu_s(process), time.monotonic()
         time.sleep(quiet_s)
-        after, waited_s = process.cpu_times(), time.monotonic() - began
+        quiet_cpu = (cpu_s(process) - before_s) / (time.monotonic() - began)
         memory, num_threads = process.memory_info().rss, process.num_threads()
         nodes.send("fail")
-        verdict_s, restart_s = nodes.recv()
+        before_s = cpu_s(process)
+        verdict_s = nodes.recv()
+        verdict_cpu_s = cpu_s(process) - before_s
+        restart_s = nodes.recv()
         return Result(
             num_nodes=num_nodes,
             join_s=join_s,
-            quiet_cpu=(after.user + after.system - before.user - before.system) / waited_s,
+            quiet_cpu=quiet_cpu,
             memory_mb=memory / 1e6,
             num_threads=num_threads,
             verdict_s=verdict_s,
+            verdict_cpu_s=verdict_cpu_s,
             restart_s=restart_s,
         )
 
 
-def section(results: Sequence[Result]) -> str:
+def report_times(folder: Path) -> tuple[float, float | None, float]:
+    """Return the seconds that the report of a run takes, and those to open it (None without a browser), and its size in MB."""
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-m", "echelon", "report", str(folder)], check=True, stdout=subprocess.DEVNULL)
+    write_s = time.monotonic() - began
+    page = folder / "report.html"
+    if CHROMIUM is None:
+        return write_s, None, page.stat().st_size / 1e6
+    with open_browser() as browser:
+        return write_s, browser.open(page), page.stat().st_size / 1e6
+
+
+def watch_s(folder: Path) -> float:
+    """Return the seconds of CPU time that the live view of a run takes to read and draw its ranks once."""
+    board = Board(NUM_REPORTED, folder=str(folder))
+    info = read_info(folder)
+    machine = {**info["machine"], "host": socket.gethostname()}
+    write_info(folder, {**info, "outcome": "running", "board": board.path, "machine": machine})
+    ranks = [SimulatedRank(Slot(board.path, rank), rank) for rank in range(NUM_REPORTED)]
+    live, console = LiveRun(folder), Console(file=io.StringIO(), width=120)
+    times = []
+    for _ in range(5):
+        for rank in ranks:
+            rank.train()
+        began = time.process_time()
+        console.print(draw(live.read(), console, height=50))
+        times.append(time.process_time() - began)
+    live.close()
+    board.remove()
+    return statistics.median(times)
+
+
+def section(results: Sequence[Result], *, report: tuple[float, float | None, float], watched_s: float) -> str:
+    written_s, opened_s, size_mb = report
+    opened = (
+        "not opened, without Chromium"
+        if opened_s is None
+        else (f"opened in {opened_s:.1f} s (target: {OPEN_LIMIT_S:g}, {verdict(opened_s <= OPEN_LIMIT_S)})")
+    )
     rows = "".join(
         f"| {r.num_nodes:,} | {r.num_nodes * RANKS_PER_NODE:,} | {r.join_s:.2f} | {r.quiet_cpu:.1%} | {r.memory_mb:.0f} "
-        f"| {r.num_threads} | {r.verdict_s:.2f} | {r.restart_s:.2f} |\n"
+        f"| {r.num_threads} | {r.verdict_s:.2f} | {r.verdict_cpu_s:.2f} | {r.restart_s:.2f} |\n"
         for r in results
     )
     most = results[-1]
@@ -399,15 +480,18 @@ def section(results: Sequence[Result]) -> str:
 
 One real coordinator in a process of its own, and simulated nodes, all in one other process, that speak the launchers' protocol with it over
 loopback; each has {RANKS_PER_NODE} ranks, and the coordinator reads their status boards as in training. One rank fails, and all others lose contact;
-"verdict" is when the report has arrived on the machine of that rank. Both processes share the cores of this machine, so that seconds are
-upper limits.
+"verdict" is when the report has arrived on the machine of that rank, and the CPU time beside it is the coordinator's. Both processes share
+the cores of this machine with what else runs there (the load is below), so that seconds are upper limits.
 
-| machines | ranks | join, s | CPU while quiet | memory, MB | threads | verdict, s | restart, s |
-|---:|---:|---:|---:|---:|---:|---:|---:|
+| machines | ranks | join, s | CPU while quiet | memory, MB | threads | verdict, s | CPU for it, s | restart, s |
+|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 {rows}
 - {most.num_nodes:,} machines: join in {most.join_s:.1f} s (target: {JOIN_LIMIT_S:g}, {verdict(most.join_s <= JOIN_LIMIT_S)}); \
 verdict after {most.verdict_s:.1f} s (target: {VERDICT_LIMIT_S:g}, {verdict(most.verdict_s <= VERDICT_LIMIT_S)}); \
 {most.quiet_cpu:.0%} of a core while quiet (target: {QUIET_LIMIT:.0%}, {verdict(most.quiet_cpu <= QUIET_LIMIT)})
+- a report of {NUM_REPORTED:,} ranks: {size_mb:.1f} MB, written in {written_s:.1f} s (target: {REPORT_LIMIT_S:g}, \
+{verdict(written_s <= REPORT_LIMIT_S)}), {opened}
+- the live view of {NUM_REPORTED:,} ranks takes {1e3 * watched_s:.0f} ms of CPU time to read and draw them, twice a second
 
 {footer("many_nodes.py")}"""
 
@@ -422,7 +506,11 @@ def main() -> None:
     for num_nodes in options.num_nodes:
         results.append(measure(num_nodes, quiet_s=options.quiet_s))
         print(results[-1], flush=True)
-    publish(section(results), is_written=options.write)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_run(Path(temporary), "run", num_ranks=NUM_REPORTED, kills=(90,), slow_rank=17)
+        report = report_times(folder)
+        watched_s = watch_s(folder)
+    publish(section(results, report=report, watched_s=watched_s), is_written=options.write)
 
 
 if __name__ == "__main__":

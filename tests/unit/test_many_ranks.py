@@ -14,7 +14,8 @@ from echelon.diagnose.goodput import Attempt, RankTimes, break_down_time
 from echelon.diagnose.stall import RankView, StallClock
 from echelon.launch.failures.failure import ErrorRecord, Frame, RankEnd, explain
 from echelon.launch.multinode.roster import join_names
-from echelon.status.board import Mark, StepPart, Times
+from echelon.report.rank_rows import RankSample, RowTracker
+from echelon.status.board import Mark, Phase, StatusNote, StepPart, Times
 
 _NUM_RANKS = 8192
 _LIMIT_S = 4.0
@@ -52,6 +53,12 @@ def divide_the_time_of_a_run_that_started_from_scratch_again() -> None:
     assert break_down_time(attempts, began_ns=0, ended_ns=2 * 10**10).seconds["lost steps"] > 0
 
 
+def compare_the_ranks_of_the_live_view() -> None:
+    note = StatusNote(0, 5, 0, 0, Phase.TRAIN, False, "", "", "", "")
+    samples = [RankSample(view=RankView(rank=rank, note=note), times=None) for rank in range(_NUM_RANKS)]
+    assert len(RowTracker().update(samples, 1.0)) == _NUM_RANKS
+
+
 @pytest.mark.parametrize(
     "work",
     [
@@ -59,6 +66,7 @@ def divide_the_time_of_a_run_that_started_from_scratch_again() -> None:
         explain_a_failure_after_which_all_others_ended,
         explain_as_many_errors_as_ranks,
         divide_the_time_of_a_run_that_started_from_scratch_again,
+        compare_the_ranks_of_the_live_view,
     ],
 )
 def test_work_for_all_ranks_grows_with_their_number_only(work: Callable[[], None]) -> None:

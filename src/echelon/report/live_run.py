@@ -108,7 +108,11 @@ class LiveRun:
         board = self._board
         recent = _RecentSteps(run.step_paths())
         ranks = [] if board is None else _rank_numbers(here, board.num_slots)
-        samples = [_sample(board, i, rank, recent.memory_mb(rank)) for i, rank in enumerate(ranks) if board is not None]
+        samples = [
+            _sample(board, i, rank, recent.memory_mb.get(rank, math.nan))
+            for i, rank in enumerate(ranks)
+            if board is not None
+        ]
         rows = self._tracker.update(samples, self._clock()) if samples else []
         metrics = _last_lines(run.folder / METRICS_FILE)
         values = {name: value for line in metrics for name, value in (line.get("values") or {}).items()}
@@ -200,10 +204,8 @@ class _RecentSteps:
         self.grad_norm = next((record.grad_norm for record in last if not math.isnan(record.grad_norm)), math.nan)
         self.lr = last[0].lr if last else math.nan
         self.step = max((file.last[-1].step for file in self._files if file.last), default=0)
-
-    def memory_mb(self, rank: int) -> float:
-        """Return the memory in use that a rank has recorded last: of its accelerator if it uses one; nan if unknown."""
-        return next((file.last[-1].memory_mb for file in self._files if file.rank == rank and file.last), math.nan)
+        self.memory_mb = {file.rank: file.last[-1].memory_mb for file in self._files if file.last}
+        """The memory in use that each rank has recorded last: of its accelerator if it uses one."""
 
     def per_second(self, total: Literal["num_samples", "num_items"]) -> float:
         """Return how much ``total`` of all ranks together grows in a second; nan if it is unknown or zero."""

@@ -98,6 +98,22 @@ def at_place(place: str) -> str:
     return f"at {place}" if template is None else template.format(place=place)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AllRanks:
+    """What the ranks of a run have in common at one time."""
+
+    any_runs: bool
+    last_step: int
+    phase: Phase | None
+    """The phase of more than half of the ranks."""
+    awaited: int | None
+    """The only rank that does not wait for others, if there is one."""
+    awaited_since: float
+    """When a rank that waits last made progress."""
+    slow: tuple[int, str] | None
+    """The slow rank, and why it is slow."""
+
+
 @final
 class RowTracker:
     """Makes rows from successive samples of the same ranks."""
@@ -117,8 +133,8 @@ class RowTracker:
             now: time on the clock of the heartbeats (``time.monotonic``), in seconds.
         """
         self._remember(samples, now)
-        slow = self._slow_rank(samples)
-        rows = [self._row(sample, samples, slow, now) for sample in samples]
+        everyone = self._compare(samples)
+        rows = [self._row(sample, everyone, now) for sample in samples]
         return sorted(rows, key=lambda row: (row.difference, row.rank))
 
     def steps_per_s(self) -> float:
@@ -154,11 +170,9 @@ class RowTracker:
                 if not beats or beats[-1][0] != view.watch.time_ns:
                     beats.append((view.watch.time_ns, view.waits))
 
-    def _row(
-        self, sample: RankSample, samples: Sequence[RankSample], slow: tuple[int, str] | None, now: float
-    ) -> RankRow:
+    def _row(self, sample: RankSample, everyone: _AllRanks, now: float) -> RankRow:
         view, watch, note = sample.view, sample.view.watch, sample.view.note
-        difference, what = self._difference(sample, samples, slow, now)
+        difference, what = self._difference(sample, everyone, now)
         has_step = note is not None and (note.step or note.phase)
         before = (
             0 if sample.times is None else max(sample.times.loaded, 0)
@@ -176,13 +190,10 @@ class RowTracker:
             memory_mb=sample.memory_mb,
         )
 
-    def _difference(
-        self, sample: RankSample, samples: Sequence[RankSample], slow: tuple[int, str] | None, now: float
-    ) -> tuple[Difference, str]:
-        view = sample.view
+    def _difference(self, sample: RankSample, everyone: _AllRanks, now: float) -> tuple[Difference, str]:
+        view, note = sample.view, sample.view.note
         if not sample.is_running:
-            others_run = any(other.is_running for other in samples)
-            return (Difference.EXITED, "exited") if others_run else (Difference.NONE, "")
+            return (Difference.EXITED, "exited") if everyone.any_runs else (Difference.NONE, "")
         if view.is_stopped:
             return Difference.STOPPED, "stopped (SIGSTOP or a debugger)"
         if view.watch is not None and view.watch.doing & Doing.ENDED:
@@ -190,15 +201,20 @@ class RowTracker:
         silent_s = 0.0 if view.watch is None else now - view.watch.time_ns / 1e9
         if silent_s >= _SILENT_S:
             return Difference.SILENT, f"no heartbeat for {silent_s:.0f} s"
-        if (waited_s := self._awaited_s(sample, samples, now)) >= _WAIT_S:
+        waited_s = now - everyone.awaited_since
+        if everyone.awaited == view.rank and view.watch is not None and waited_s >= _WAIT_S:
             return Difference.AWAITED, f"the other ranks have been waiting for it for {waited_s:.0f} s"
-        if slow is not None and slow[0] == view.rank:
-            return Difference.SLOW, slow[1]
-        num_behind = _num_steps_behind(sample, samples)
+        if everyone.slow is not None and everyone.slow[0] == view.rank:
+            return Difference.SLOW, everyone.slow[1]
+        num_behind = 0 if note is None else everyone.last_step - note.step
         if self._lasts(view.rank, Difference.BEHIND, num_behind > 0, now) or num_behind > 1:
             return Difference.BEHIND, f"{num_behind} step{'s' if num_behind > 1 else ''} behind"
-        if self._lasts(view.rank, Difference.PHASE, _is_other_phase(sample, samples), now):
-            return Difference.PHASE, f"in another phase for {now - self._phase_since(view, now):.0f} s"
+        is_elsewhere = (
+            note is not None and everyone.phase is not None and note.phase not in (Phase.NONE, everyone.phase)
+        )
+        if self._lasts(view.rank, Difference.PHASE, is_elsewhere, now):
+            assert note is not None
+            return Difference.PHASE, f"in another phase for {now - note.time_ns / 1e9:.0f} s"
         return Difference.NONE, ""
 
     def _lasts(self, rank: int, difference: Difference, is_so: bool, now: float) -> bool:
@@ -207,16 +223,21 @@ class RowTracker:
             return False
         return now - self._odd_since.setdefault((rank, difference), now) >= _STILL_S
 
-    def _phase_since(self, view: RankView, now: float) -> float:
-        return now if view.note is None else view.note.time_ns / 1e9
-
-    def _awaited_s(self, sample: RankSample, samples: Sequence[RankSample], now: float) -> float:
-        """Return for how many seconds all other ranks have been waiting while this one does not wait; 0 if they are not."""
-        others = [other.view for other in samples if other is not sample and other.is_running]
-        waiting = [view for view in others if view.waits and not view.is_stopped]
-        if sample.view.waits or sample.view.watch is None or not waiting or len(waiting) != len(others):
-            return 0.0
-        return max(now - max(self._progress[view.rank][1] for view in waiting), 0.0)
+    def _compare(self, samples: Sequence[RankSample]) -> _AllRanks:
+        """Return what the ranks have in common; each of them is then compared with that."""
+        running = [sample.view for sample in samples if sample.is_running]
+        waiting = [view for view in running if view.waits and not view.is_stopped]
+        others = [view.rank for view in running if view.is_stopped or not view.waits]
+        phases = Counter(view.note.phase for view in running if view.note is not None)
+        phase, number = phases.most_common(1)[0] if phases else (None, 0)
+        return _AllRanks(
+            any_runs=bool(running),
+            last_step=max((sample.view.note.step for sample in samples if sample.view.note is not None), default=0),
+            phase=phase if 2 * number > len(samples) else None,
+            awaited=others[0] if len(others) == 1 and waiting else None,
+            awaited_since=max((self._progress[view.rank][1] for view in waiting), default=math.nan),
+            slow=self._slow_rank(samples),
+        )
 
     def _slow_rank(self, samples: Sequence[RankSample]) -> tuple[int, str] | None:
         """Return the slow rank and why it is slow, or None."""
@@ -270,21 +291,6 @@ def _spent_ms(first: Times | None, last: Times, num_steps: int) -> list[float]:
     before, number = ((0,) * len(last.spent_ns), 0) if first is None else (first.spent_ns, first.num_steps)
     scale = num_steps / max(last.num_steps - number, 1) / 1e6
     return [(ns - earlier) * scale for ns, earlier in zip(last.spent_ns, before, strict=True)]
-
-
-def _num_steps_behind(sample: RankSample, samples: Sequence[RankSample]) -> int:
-    steps = [other.view.note.step for other in samples if other.view.note is not None]
-    return max(steps) - sample.view.note.step if sample.view.note is not None and steps else 0
-
-
-def _is_other_phase(sample: RankSample, samples: Sequence[RankSample]) -> bool:
-    """Return whether most of the ranks are in a phase other than this rank's."""
-    note = sample.view.note
-    phases = Counter(other.view.note.phase for other in samples if other.view.note is not None and other.is_running)
-    if note is None or not phases or note.phase is Phase.NONE:
-        return False
-    phase, number = phases.most_common(1)[0]
-    return phase is not note.phase and 2 * number > len(samples)
 
 
 def _phase(sample: RankSample) -> str:

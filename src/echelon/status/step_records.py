@@ -241,6 +241,10 @@ def read_step_file(path: Path, *, num_records: int = MAX_RECORDS, num_last: int 
     with path.open("rb", buffering=0) as file:
         numbers = _read_header(file.read(_HEADER_BYTES), path)
 
+        def is_empty(index: int) -> bool:
+            file.seek(_HEADER_BYTES + index * _RECORD.size)
+            return not any(file.read(_TIME.size))
+
         def read(index: int, count: int = 1) -> list[StepRecord]:
             file.seek(_HEADER_BYTES + index * _RECORD.size)
             data = file.read(count * _RECORD.size)
@@ -249,7 +253,7 @@ def read_step_file(path: Path, *, num_records: int = MAX_RECORDS, num_last: int 
             return [record for record in found if record.time_ns]
 
         size = (os.fstat(file.fileno()).st_size - _HEADER_BYTES) // _RECORD.size
-        length = bisect_left(range(max(size, 0)), True, key=lambda index: not read(index))
+        length = bisect_left(range(max(size, 0)), True, key=is_empty)
         last = read(max(length - num_last, 0), min(num_last, length))
         if length <= num_records:
             return StepFile(**numbers, records=read(0, length), last=last)
