@@ -75,7 +75,7 @@ def test_each_machine_that_does_not_fit_is_told_why_and_the_others_wait_for_one_
     assert re.search(r"this machine expects 3 machines, but \S+ expects 2", said[2])
     assert "it has a different token" in said[3]
     assert [command.finish(process).code for process in wrong] == [1, 1, 1, 1]
-    assert "missing machine ranks: 1" in says(first, "waiting for[^\n]*\n")
+    assert "missing machine ranks: 1" in says(first, "still waiting[^\n]*\n")
     right = launch(command, *flags, "--node_rank=1")
     ends = [command.finish(process) for process in (first, right)]
     assert [end.code for end in ends] == [0, 0], ends
