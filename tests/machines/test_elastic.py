@@ -58,7 +58,7 @@ def test_a_cut_link_and_its_mending_change_nothing_but_the_ranks(network: Networ
     assert " worlds [2, 1, 2], steps 60 of 60, each sample once True" in one.out, one.out + one.err
     assert "close True" in one.out, one.out
     assert f"lost contact with {_host()} ({b.address})" in one.err, one.err
-    assert "the others continue without it" in one.err
+    assert "the run continues without it" in one.err
     assert f"lost contact with {a.address}:29500: no answer; stopping the ranks on this machine" in other.err, other.err
     assert a.processes() == b.processes() == []
 
