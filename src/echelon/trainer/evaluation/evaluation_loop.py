@@ -349,12 +349,12 @@ def _batches_and_rows(trainer: TrainerMethods, dataloader: Any) -> tuple[EpochBa
     """
     numbered = EpochBatches(dataloader)
     divide = getattr(dataloader, "divide_last_step", None)  # only prepared loaders have it
-    if divide is None or trainer.accelerator.session.num_readers == 1:
+    if divide is None:
         return numbered, 1
     size, collated = num_samples(numbered.peek()), _num_samples_of(trainer, dataloader)
     if not collated or size is None or size <= collated or size % collated:
         return numbered, 1
-    if divide():
+    if trainer.accelerator.session.num_readers > 1 and divide():
         numbered.close()
         numbered = EpochBatches(dataloader)
     return numbered, size // collated
