@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -10,11 +13,17 @@ import pytest
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.local.warm_start import WarmStarter
 from echelon.verify.command.layouts import Layout, parse_layouts
-from echelon.verify.command.run_layouts import WARM_MODULES, LayoutRunner, RunLimits, RunRequest, run_environment
+from echelon.verify.command.run_layouts import (
+    WARM_MODULES,
+    LayoutRun,
+    LayoutRunner,
+    RunLimits,
+    RunRequest,
+    run_environment,
+)
 from echelon.verify.command.terminal_output import Palette, render
 from echelon.verify.command.verification import VerifyPlan, verify
 from echelon.verify.trace import Batch, OptimizerStep, RecordingSettings, SketchedTensors, read_trace
-from tests.warm_scripts import warm_runner
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -103,6 +112,23 @@ def test_ranks_that_are_forked_record_the_same_run(tmp_path: Path) -> None:
     assert not first.is_running()
 
 
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunRequest], LayoutRun]]:
+    """Records runs as ``echelon verify`` does, each in an empty folder, in which scripts with relative paths write."""
+    (folder := tmp_path / "files").mkdir()
+    monkeypatch.chdir(folder)  # forked ranks work where the process was started that forks them
+    with closing(WarmStarter()) as warm:
+        warm.prepare({**run_environment(), "OMP_NUM_THREADS": "1"}, WARM_MODULES)
+        runner = LayoutRunner(RunLimits(seed=0, timeout_s=300.0, num_threads=1), Interrupts(), warm=warm)
+
+        def run(request: RunRequest) -> LayoutRun:
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            return runner.record(request)
+
+        yield run
+
+
 _TRAINER_SCRIPT = """
 import sys
 import torch
@@ -137,7 +163,7 @@ Loss(Net(), arguments, train_dataset=data).train()
     ("factor", "exit_code"), [("", 0), ("* 2 if torch.distributed.is_initialized() else model(**inputs)['loss']", 1)]
 )
 def test_dropout_under_a_trainer_is_a_note_and_a_fault_has_the_line_of_compute_loss(
-    factor: str, exit_code: int, tmp_path: Path
+    factor: str, exit_code: int, tmp_path: Path, record: Callable[[RunRequest], LayoutRun]
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(_TRAINER_SCRIPT.replace("FACTOR", factor))
@@ -145,8 +171,7 @@ def test_dropout_under_a_trainer_is_a_note_and_a_fault_has_the_line_of_compute_l
     plan = VerifyPlan(
         script=str(script), arguments=(str(tmp_path / "out"),), layouts=layouts, steps=3, folder=tmp_path / "traces"
     )
-    with warm_runner("echelon", variables={}, timeout_s=300.0) as runner:
-        found = verify(plan, runner.record)
+    found = verify(plan, record)
     screen = render(found, palette=Palette(), width=120)
     assert found.exit_code == exit_code, screen
     verdict = found.layouts[0].verdict
@@ -190,21 +215,22 @@ _SCRIPTS = [
     "26_tokens",
 ]
 _CASES = [
-    *(pytest.param(ROOT / "examples" / f"{name}.py", arguments, {}, id=name) for name, arguments in _EXAMPLES.items()),
-    *(
-        pytest.param(
-            ROOT / "tests" / "side_by_side" / "scripts" / f"{name}.py", [], {"ECHELON_AS": "accelerate"}, id=name
-        )
-        for name in _SCRIPTS
-    ),
+    *(pytest.param(ROOT / "examples" / f"{name}.py", arguments, id=name) for name, arguments in _EXAMPLES.items()),
+    *(pytest.param(ROOT / "tests" / "side_by_side" / "scripts" / f"{name}.py", [], id=name) for name in _SCRIPTS),
 ]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("script", "arguments", "variables"), _CASES)
+@pytest.mark.parametrize(("script", "arguments"), _CASES)
 def test_a_correct_script_is_the_same_run_on_every_layout(
-    script: Path, arguments: list[str], variables: dict[str, str], tmp_path: Path
+    script: Path,
+    arguments: list[str],
+    tmp_path: Path,
+    record: Callable[[RunRequest], LayoutRun],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if script.stem in _SCRIPTS:
+        monkeypatch.setenv("ECHELON_AS", "accelerate")
     plan = VerifyPlan(
         script=str(script),
         arguments=tuple(one.replace("FOLDER", str(tmp_path)) for one in arguments),
@@ -212,6 +238,5 @@ def test_a_correct_script_is_the_same_run_on_every_layout(
         steps=6,
         folder=tmp_path / "traces",
     )
-    with warm_runner("echelon", variables=variables, timeout_s=300.0) as runner:
-        found = verify(plan, runner.record)
+    found = verify(plan, record)
     assert found.exit_code == 0, render(found, palette=Palette(), width=120)
