@@ -9,7 +9,6 @@ from pathlib import Path
 from echelon.verify.comparison.cause_catalogue import CAUSES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "verify.md"
-BEGIN, END = "<!-- causes: begin -->", "<!-- causes: end -->"
 _CASES = {
     "num_items": "`num_items=` is passed already",
     "compute_loss": "a Trainer with its own `compute_loss()`",
@@ -39,10 +38,12 @@ def _escape(text: str) -> str:
     return "`".join(parts)
 
 
-def page_with(table: str, page: str) -> str:
+def page_with(table: str, page: str, *, name: str = "causes") -> str:
     """Return the page's text with the table between its two marks."""
-    begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
-    return f"{page[:begin]}\n\n{table}\n\n{page[end:]}"
+    before, begin, rest = page.partition(f"<!-- {name}: begin -->")
+    _, end, after = rest.partition(f"<!-- {name}: end -->")
+    assert end, name
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
 def main() -> int:

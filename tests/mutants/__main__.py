@@ -18,7 +18,8 @@ from tests.mutants.catalogue import MUTANTS
 from tests.mutants.clean_runs import clean_run
 from tests.mutants.mutant import Mutant
 from tests.mutants.runner import Outcome, WarmRecorder, outcome_of
-from tests.mutants.table import PAGE, page_with, table_of
+from tests.mutants.table import table_of
+from tests.verify_causes import PAGE, page_with
 
 
 def main() -> int:
@@ -41,7 +42,8 @@ def main() -> int:
     table = table_of(outcomes)
     print(table)
     if options.write:
-        PAGE.write_text(page_with(table, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        page = page_with(table, PAGE.read_text(encoding="utf-8"), name="planted faults")
+        PAGE.write_text(page, encoding="utf-8")
     return 0 if all(one.is_found_late for one in outcomes) else 1
 
 

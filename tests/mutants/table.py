@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from tests.mutants.mutant import Mutant
 from tests.mutants.runner import Outcome
+from tests.verify_causes import PAGE
 
 NOT_FOUND: tuple[str, ...] = ()
 """Names of the faults that are not found within one step."""
 NOT_LOCALIZED: tuple[str, ...] = ("the model left in eval mode after an evaluation",)
 """Names of the faults that are found, but at another stage or tensor."""
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "verify.md"
-_BEGIN, _END = "<!-- planted faults: begin -->", "<!-- planted faults: end -->"
 
 
 def table_of(outcomes: Sequence[Outcome]) -> str:
@@ -32,12 +29,6 @@ def table_of(outcomes: Sequence[Outcome]) -> str:
         *map(_row, outcomes),
     ]
     return "\n".join(lines)
-
-
-def page_with(table: str, text: str) -> str:
-    """Return the page's text with the table between its two marks."""
-    begin, end = text.index(_BEGIN) + len(_BEGIN), text.index(_END)
-    return f"{text[:begin]}\n\n{table}\n\n{text[end:]}"
 
 
 def recorded_cause(mutant: Mutant) -> str:

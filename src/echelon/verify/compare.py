@@ -156,16 +156,15 @@ def _compare_begin(comparison: Comparison, begin: int, *, is_resumed: bool) -> N
     if comparison.layout.resumed_at is not None:
         for difference in resume_differences(comparison):
             comparison.add(difference)
-    if not is_resumed:
-        # No arithmetic has been done yet: the same seed gives the same bits.
-        bitwise, comparison.is_bitwise = comparison.is_bitwise, True
-        comparison.compare_tensors(begin - 1, "weights", stage)
-        comparison.compare_tensors(begin - 1, "buffers", stage)
-        comparison.is_bitwise = bitwise
-        return
+    bitwise = comparison.is_bitwise
+    comparison.is_bitwise = (
+        bitwise or not is_resumed
+    )  # no arithmetic has been done yet: the same seed gives the same bits
     comparison.compare_tensors(begin - 1, "weights", stage)
     comparison.compare_tensors(begin - 1, "buffers", stage)
-    comparison.compare_tensors(begin - 1, "optimizer_state", stage)
+    comparison.is_bitwise = bitwise
+    if is_resumed:
+        comparison.compare_tensors(begin - 1, "optimizer_state", stage)
 
 
 def _compare_update(

@@ -28,9 +28,8 @@ class WeightRecorder:
         self._recording = recording
         self._seen: set[int] = set()
         self._averages: list[tuple[nn.Module, RecordedModel]] = []
-        self._frozen: dict[
-            int, dict[str, bytes]
-        ] = {}  # by model: a few values of each parameter before the first update
+        self._frozen: dict[int, dict[str, bytes]] = {}
+        """By model: a few values of each frozen parameter before the first update."""
         recording.on_model_recorded.append(self._record_first)
         recording.on_update_closed.append(self._record)
         recording.on_other_forward.append(self._note_copy)
