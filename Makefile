@@ -27,7 +27,7 @@ RULES := tests/test_layering.py tests/test_import_contracts.py tests/test_privat
 PROSE := docs $(wildcard *.md)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format soak repeat browser clusters bench bench-check peers side-by-side ecosystem docs docs-serve lock release-check test-gpu gpu-day other-torch clean
+.PHONY: help demo test test-all check format messages soak repeat browser clusters bench bench-check peers side-by-side ecosystem docs docs-serve lock release-check test-gpu gpu-day other-torch clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F'\t' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -56,6 +56,9 @@ check: $(VENV)/.stamp ## check format, lint, spelling, prose, links, types, laye
 format: $(VENV)/.stamp ## reformat the files for `make check`
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --fix .
+
+messages: $(VENV)/.stamp ## write new messages into src/echelon/locale, and remove those that are gone
+	@$(BIN)/python -m tests.messages
 
 # pytest's exit status 5 means that no test was selected. -rs lists skipped tests with the reasons.
 soak: $(VENV)/.stamp ## run the slow tests (after make clusters, including those on Slurm and Ray)

@@ -53,6 +53,7 @@ from echelon.accelerator.views import axis_rank, delegate, given_handler, view
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
+from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import Progress
 from echelon.compat.enums import DistributedType, FP8BackendType
 from echelon.config.resolve import Resolved
@@ -148,9 +149,9 @@ class Accelerator(ProcessMembers):
         for name, value in {"torch_tp_plugin": torch_tp_plugin, "megatron_lm_plugin": megatron_lm_plugin}.items():
             if value is not None:
                 raise ConfigError(
-                    f"Accelerator({name}=) is not supported by this version of echelon",
+                    _("Accelerator({name}=) is not supported by this version of echelon", name=name),
                     where=f"code Accelerator({name}=)",
-                    do=f"remove {name}",
+                    do=_("remove {name}", name=name),
                 )
         settings = {
             **dynamo_settings(dynamo_backend, dynamo_plugin),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.base.errors import ConfigError, DesyncError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
 from echelon.config.schema import RunConfig, field_names
@@ -80,8 +81,11 @@ def agree_on_models(models: Sequence[nn.Module]) -> None:
     if others:
         named = "; ".join(f"rank {rank} {_differences(theirs, ranks[0])}" for rank, theirs in others.items())
         warn(
-            f"the ranks did not start with the same weights: {named}. Rank zero's weights are used on all ranks. Create the model "
-            "after set_seed(seed) with the same seed on all ranks, or load the same file on each"
+            _(
+                "the ranks did not start with the same weights: {named}. Rank zero's weights are used on all ranks. "
+                "Create the model after set_seed(seed) with the same seed on all ranks, or load the same file on each",
+                named=named,
+            )
         )
 
 
@@ -92,7 +96,12 @@ def _compare_parts(rank: int, theirs: Sequence[Any], first: Sequence[Any]) -> No
     place = next((i for i, (a, b) in enumerate(zip(parts, expected)) if a != b), min(len(parts), len(expected)))
     mine, his = (found[place] if place < len(found) else "nothing" for found in (parts, expected))
     raise DesyncError(
-        f"rank {rank} prepares a different model than rank zero: expected {his!r}, but got {mine!r}",
+        _(
+            "rank {rank} prepares a different model than rank zero: expected {his!r}, but got {mine!r}",
+            rank=rank,
+            his=his,
+            mine=mine,
+        ),
         where="prepare()",
         do="build the model with the same settings on every rank",
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 
 
 class _Built:
@@ -39,5 +40,5 @@ def current_accelerator() -> Any:
     """
     accelerator = next(living_accelerators(), None)
     if accelerator is None:
-        raise UsageError("there is no Accelerator yet", do="create one first: accelerator = Accelerator()")
+        raise UsageError(_("there is no Accelerator yet"), do=_("create one first: accelerator = Accelerator()"))
     return accelerator

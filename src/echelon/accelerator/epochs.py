@@ -14,6 +14,7 @@ from echelon.accelerator.prepared_objects import PreparedObjects
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.progress import Progress
 from echelon.data.active_loaders import PassFacts, PassTracker
 from echelon.data.loader import PreparedLoader
@@ -174,8 +175,8 @@ class Epochs(PassTracker[PreparedLoader]):
             return ""
         latest = max(found, key=lambda record: int(record["epoch"]))
         if latest["is_exact"]:
-            return f", after {self._progress.position} samples"
-        return f", after {latest['num_given']} batches of each process"
+            return _(", after {samples}{of} samples", samples=self._progress.position, of="")
+        return _(", after {batches} batches of each process", batches=latest["num_given"])
 
     def resume_passes(self) -> tuple[int, bool]:
         """Make the next pass of each training loader continue at its saved position.
@@ -216,7 +217,9 @@ class Epochs(PassTracker[PreparedLoader]):
         if first >= max(num_epochs, 1):
             # A warning is visible by default: the rerun of a finished script would otherwise end without a word.
             _logger.warning(
-                "epochs(%d): the run has already completed %d epochs, so there is nothing to train", num_epochs, first
+                N_("epochs(%d): the run has already completed %d epochs, so there is nothing to train"),
+                num_epochs,
+                first,
             )
         try:
             for epoch in range(first, num_epochs):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import ConfigError
 from echelon.base.logging import Adapter, is_logging_rank
+from echelon.base.messages.translation import gettext as _
 from echelon.base.rank import known_rank
 from echelon.config import variables
 from echelon.distributed import control
@@ -83,7 +84,9 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         level = log_level.upper()
         if not isinstance(logging.getLevelName(level), int):
             raise ConfigError(
-                f"log level {log_level!r} is unknown", where=origin, do="use DEBUG, INFO, WARNING, ERROR or CRITICAL"
+                _("log level {log_level!r} is unknown", log_level=log_level),
+                where=origin,
+                do=_("use DEBUG, INFO, WARNING, ERROR or CRITICAL"),
             )
         logger.setLevel(level)
         logger.root.setLevel(level)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import DesyncError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.distributed.stores import store_of
 
@@ -101,10 +102,16 @@ def find_executable_batch_size(
             del result
             before = batch_size
             batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else int(reduce_batch_size_fn())
-            warn(f"out of memory with a batch size of {before}; the next attempt uses {batch_size}")
+            warn(
+                _(
+                    "out of memory with a batch size of {before}; the next attempt uses {batch_size}",
+                    before=before,
+                    batch_size=batch_size,
+                )
+            )
         raise _NoBatchFitsError(
-            "no executable batch size found: even the smallest batch does not fit in memory",
-            do="use a smaller model, a shorter sequence length, or a device with more memory",
+            _("no executable batch size found: even the smallest batch does not fit in memory"),
+            do=_("use a smaller model, a shorter sequence length, or a device with more memory"),
         )
 
     return with_batch_size

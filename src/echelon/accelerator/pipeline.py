@@ -17,6 +17,7 @@ from echelon.accelerator.prepare.prepare_objects import prepare_stages
 from echelon.accelerator.sequences import attach_sequence_parallel
 from echelon.accelerator.session import Session
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.engines.context_parallel.region import SequenceRegion, current_region
 from echelon.engines.fsdp.meta_device import broadcast_model
@@ -126,8 +127,13 @@ def _warn_of_batch_norms(model: nn.Module, num_micro_batches: int) -> None:
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     if norms and num_micro_batches > 1:
         warn(
-            f"the model has {len(norms)} BatchNorm layer(s) that compute statistics per micro-batch, and a pipeline cuts each batch into "
-            f"{num_micro_batches}, so the update is not that of one process. Use GroupNorm or LayerNorm, or num_micro_batches=1"
+            _(
+                "the model has {num_norms} BatchNorm layer(s) that compute statistics per micro-batch, and a "
+                "pipeline cuts each batch into {num_micro_batches}, so the update is not that of one process. Use "
+                "GroupNorm or LayerNorm, or num_micro_batches=1",
+                num_norms=len(norms),
+                num_micro_batches=num_micro_batches,
+            )
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from echelon.accelerator.plugins.kwargs_handlers import ProfileKwargs
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.distributed import control
 
@@ -38,7 +39,12 @@ def profile(handler: ProfileKwargs, *, rank: int) -> Iterator[torch.profiler.pro
 
 def _export(profiler: torch.profiler.profile, path: Path) -> None:
     if profiler.profiler is None:
-        warn(f"{path} was not written, because the profiler's schedule never became active. Call step() more often")
+        warn(
+            _(
+                "{path} was not written, because the profiler's schedule never became active. Call step() more often",
+                path=path,
+            )
+        )
         return
     try:
         profiler.export_chrome_trace(str(path))
@@ -46,6 +52,9 @@ def _export(profiler: torch.profiler.profile, path: Path) -> None:
         if "already saved" not in str(error):
             raise
         warn(
-            f"{path} was not written, because on_trace_ready has already exported the trace. Remove one of the two "
-            "exports"
+            _(
+                "{path} was not written, because on_trace_ready has already exported the trace. Remove one of the "
+                "two exports",
+                path=path,
+            )
         )

@@ -7,6 +7,7 @@ from typing import Any
 from tqdm.auto import tqdm as _tqdm
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.world.world import World
 
 
@@ -23,7 +24,8 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """
     if args and isinstance(args[0], bool):
         raise UsageError(
-            f"tqdm({args[0]}, ...): the first argument must be an iterable", do=f"pass main_process_only={args[0]}"
+            _("tqdm({args}, ...): the first argument must be an iterable", args=args[0]),
+            do=_("pass main_process_only={args}", args=args[0]),
         )
     hidden = kwargs.pop("disable", False)
     if main_process_only and not hidden:

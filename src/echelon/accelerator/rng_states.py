@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.world.world import World
 
@@ -49,7 +50,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     own = device.index or 0
     saved = states.get(_device_key(device.type), [])
     if own >= len(saved):
-        warn(f"the checkpoint has no RNG state for {device}, which keeps its current one")
+        warn(_("the checkpoint has no RNG state for {device}, which keeps its current one", device=device))
         return
     torch.get_device_module(device.type).set_rng_state(saved[own].cpu())  # of the current device: this rank's own
 

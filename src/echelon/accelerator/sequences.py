@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.engines.context_parallel.region import SequencePiece, current_region, sequence_region
 from echelon.engines.context_parallel.sequence_group import SequenceGroup
@@ -106,8 +107,11 @@ def context_parallel(
         yield region.piece
         if not region.num_attended:
             warn(
-                "no attention was computed inside accelerator.context_parallel(), so each rank used only its own piece of the sequence. "
-                "Use torch.nn.functional.scaled_dot_product_attention or a prepared model of transformers"
+                _(
+                    "no attention was computed inside accelerator.context_parallel(), so each rank used only its own "
+                    "piece of the sequence. Use torch.nn.functional.scaled_dot_product_attention or a prepared model "
+                    "of transformers"
+                )
             )
 
 
@@ -118,7 +122,7 @@ def attach_sequence_parallel(session: Session, model: nn.Module, *, parts: Seque
     """
     if session.layout is None:
         return
-    group, _ = _group_of(session.layout)
+    group = _group_of(session.layout)[0]
     if group.size == 1:
         return
 
@@ -131,9 +135,14 @@ def attach_sequence_parallel(session: Session, model: nn.Module, *, parts: Seque
         for handle in handles:
             handle.remove()  # one warning
         warn(
-            f"{setting}, but {type(model).__name__} ran outside accelerator.context_parallel(), so each of the {group.size} ranks "
-            "computes the whole sequence. Run the forward and backward pass inside `with accelerator.context_parallel(buffers=[input_ids, "
-            "labels, position_ids], buffer_seq_dims=[1, 1, 1])`"
+            _(
+                "{setting}, but {name} ran outside accelerator.context_parallel(), so each of the {size} ranks "
+                "computes the whole sequence. Run the forward and backward pass inside `with "
+                "accelerator.context_parallel(buffers=[input_ids, labels, position_ids], buffer_seq_dims=[1, 1, 1])`",
+                setting=setting,
+                name=type(model).__name__,
+                size=group.size,
+            )
         )
 
     handles += [part.register_forward_pre_hook(check, prepend=True) for part in parts or (model,)]

@@ -16,6 +16,7 @@ from echelon.accelerator.process import ProcessMembers
 from echelon.accelerator.views import view
 from echelon.base.device import use_device
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.compat.enums import DistributedType
 from echelon.config.sources import current, from_code, set_debug
 from echelon.distributed import control
@@ -176,9 +177,13 @@ class AcceleratorState(PartialState):
                 )
         if mixed_precision is not None and mixed_precision != self._accelerator.mixed_precision:
             raise UsageError(
-                f"AcceleratorState(mixed_precision={mixed_precision!r}) does not match the Accelerator, which uses "
-                f"{self._accelerator.mixed_precision!r}",
-                do="set it only in Accelerator(mixed_precision=...)",
+                _(
+                    "AcceleratorState(mixed_precision={mixed_precision!r}) does not match the Accelerator, which uses "
+                    "{accelerator_mixed_precision!r}",
+                    mixed_precision=mixed_precision,
+                    accelerator_mixed_precision=self._accelerator.mixed_precision,
+                ),
+                do=_("set it only in Accelerator(mixed_precision=...)"),
             )
         self._world = self._accelerator.world
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.config.variables import library_variable as library_variable
 from echelon.distributed.record.recorder import recorder_of_process
@@ -76,8 +77,8 @@ class Tracking:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         raise UsageError(
-            f"get_tracker({name!r}): there is no such tracker",
-            do=f"use one of {', '.join(tracker.name for tracker in active)}",
+            _("get_tracker({name!r}): there is no such tracker", name=name),
+            do=_("use one of {names}", names=", ".join(tracker.name for tracker in active)),
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
@@ -120,8 +121,12 @@ class Tracking:
         unused = sorted(set(given) - used)
         if unused:
             warn(
-                f"{argument} contains options for {', '.join(unused)}, but log_with has "
-                f"{', '.join(sorted(used)) or 'no tracker'}, so they have no effect"
+                _(
+                    "{argument} contains options for {unused}, but log_with has {tracker}, so they have no effect",
+                    argument=argument,
+                    unused=", ".join(unused),
+                    tracker=", ".join(sorted(used)) or "no tracker",
+                )
             )
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.checks.already_sharded import find_existing_sharding
@@ -100,9 +101,14 @@ def _warn_of_unprepared_model(call: str, *, num_processes: int, averaged: frozen
     trained = [name for name, model in models if any(_is_trained_alone(p, averaged) for p in model.parameters())]
     if trained:
         warn(
-            f"{call} runs on {num_processes} processes, but no model was passed to this Accelerator's prepare(): each "
-            f"process trains a separate model, because nothing averages the gradients. Write {trained[0]} = "
-            f"accelerator.prepare({trained[0]})"
+            _(
+                "{call} runs on {num_processes} processes, but no model was passed to this Accelerator's prepare(): "
+                "each process trains a separate model, because nothing averages the gradients. Write {trained} = "
+                "accelerator.prepare({trained})",
+                call=call,
+                num_processes=num_processes,
+                trained=trained[0],
+            )
         )
 
 
@@ -147,10 +153,18 @@ def _gives_all_ranks_the_same(loader: DataLoader[Any], prepared: Sequence[Prepar
 
 def _error(place: CallSite, num_processes: int) -> UsageError:
     return UsageError(
-        f"backward() runs on {num_processes} processes outside the loop of a prepared loader, and the DataLoader that is iterated "
-        f"over at {place.file}:{place.line} was not prepared, so every process would train on the same samples",
+        _(
+            "backward() runs on {num_processes} processes outside the loop of a prepared loader, and the DataLoader "
+            "that is iterated over at {file}:{line} was not prepared, so every process would train on the same samples",
+            num_processes=num_processes,
+            file=place.file,
+            line=place.line,
+        ),
         where=str(user_line()),
-        do="call loader = accelerator.prepare(loader), or accelerator.allow_unsharded(loader) if every process should read all of it",
+        do=_(
+            "call loader = accelerator.prepare(loader), or accelerator.allow_unsharded(loader) if every process should "
+            "read all of it"
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +66,20 @@ def choose_device(*, local_rank: int, local_world_size: int, cpu: bool = False) 
         # The scheduler has bound one device to each process (srun --gpus-per-task).
         return torch.device(accelerator.type, 0)
     raise ConfigError(
-        f"no device is left for local rank {local_rank}: this machine runs {local_world_size} processes but "
-        f"has {count} {accelerator.type} device{'s' if count != 1 else ''}",
-        do=f"start at most {count} process{'es' if count != 1 else ''} on this machine, or pass --cpu or set ECHELON_CPU=1 to run on the CPU",
+        _(
+            "no device is left for local rank {local_rank}: this machine runs {local_world_size} processes but "
+            "has {count} {type} device{s}",
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            count=count,
+            type=accelerator.type,
+            s="s" if count != 1 else "",
+        ),
+        do=_(
+            "start at most {count} process{es} on this machine, or pass --cpu or set ECHELON_CPU=1 to run on the CPU",
+            count=count,
+            es="es" if count != 1 else "",
+        ),
     )
 
 
@@ -84,9 +96,11 @@ def limit_devices(numbers: Sequence[int]) -> dict[str, str]:
         return {}
     if accelerator.type not in _VISIBLE_OF:
         raise ConfigError(
-            f"echelon cannot select the visible {accelerator.type} devices",
-            do="remove gpu_ids, --include and --exclude, and set the environment variable of the device's driver "
-            "instead",
+            _("echelon cannot select the visible {type} devices", type=accelerator.type),
+            do=_(
+                "remove gpu_ids, --include and --exclude, and set the environment variable of the device's driver "
+                "instead"
+            ),
         )
     return {_VISIBLE_OF[accelerator.type]: ",".join(map(str, numbers))}
 

@@ -5,7 +5,7 @@ docs/errors.md contains their docstrings.
 
 from __future__ import annotations
 
-from echelon.base.messages.translation import format_error, translate_lines
+from echelon.base.messages.translation import gettext as _, in_english
 from echelon.base.printable import printable
 from echelon.base.rank import known_rank
 
@@ -25,18 +25,23 @@ class EchelonError(Exception):
     def __init__(self, what: str, *, where: str | None = None, do: str | None = None) -> None:
         super().__init__(what)
         rank = known_rank()
-        places = ([f"rank {rank}"] if rank is not None else []) + ([where] if where else [])
+        if rank is not None:
+            where = _("rank {rank}, {where}", rank=rank, where=where) if where else _("rank {rank}", rank=rank)
         self.what = what
-        self.where: str | None = ", ".join(places) or None
+        self.where: str | None = where or None
         self.do = do
 
     def __str__(self) -> str:
         # The text may come from a user, a file or another rank.
-        return printable(translate_lines(self.in_english()))
+        return printable("\n".join(self._lines()))
 
     def in_english(self) -> str:
         """Return the text as it is before translation, which is what programs search."""
-        return format_error(self.what, self.where, self.do)
+        return "\n".join(map(in_english, self._lines()))
+
+    def _lines(self) -> list[str]:
+        where = [_("  where: {where}", where=self.where)] if self.where else []
+        return [self.what, *where, *([_("  do:    {do}", do=self.do)] if self.do else [])]
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exception.__reduce__ drops keyword-only arguments, and the rank must remain that of the raising process.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from echelon.base.messages.terminal import beside_progress_bars
-from echelon.base.messages.translation import language, translate_lines
+from echelon.base.messages.translation import gettext, in_english
 from echelon.base.rank import known_rank
 
 if TYPE_CHECKING:
@@ -26,9 +26,12 @@ class RankLogger(Adapter):
         if not self.isEnabledFor(level) or not (all_ranks or is_logging_rank()):
             return
         kwargs["stacklevel"] = _frames_to(kwargs.get("stacklevel", 1))
-        if language() is not None and not self.logger.hasHandlers() and self.logger.name.startswith("echelon."):
-            # Only logging's last resort prints it, to stderr. What handlers write, such as log files, stays English.
-            msg, args = "%s", (translate_lines(str(msg) % args if args else str(msg)),)
+        # Without a handler, logging's last resort prints it to stderr. What handlers write (log files) is English.
+        is_shown = not self.logger.hasHandlers() and self.logger.name.startswith("echelon.")
+        if is_shown:
+            msg = gettext(str(msg))
+        else:
+            msg, args = in_english(msg), tuple(map(in_english, args))
         # super().log() would add a frame of the logging module, which Python 3.10 counts.
         with beside_progress_bars():
             self.logger.log(level, msg, *args, **kwargs)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from types import MappingProxyType, ModuleType
 
 from echelon.base.errors import MissingExtraError
+from echelon.base.messages.translation import gettext as _
 
 # The requirements of each extra of pyproject.toml (tests/unit/test_packaging.py compares them), and of torch. They are repeated
 # here because messages name the requirements themselves: `pip install "echelon[NAME]"` fails where no index has echelon.
@@ -59,7 +60,11 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise  # the module is installed, but one of its dependencies is missing
         raise MissingExtraError(
-            f"{purpose} requires the package {module.partition('.')[0]!r}, which is not installed",
+            _(
+                "{purpose} requires the package {package!r}, which is not installed",
+                purpose=purpose,
+                package=module.partition(".")[0],
+            ),
             do=install_command(extra),
         ) from error
 
@@ -69,9 +74,12 @@ def explain_missing_torch(error: ModuleNotFoundError) -> ImportError:
     if error.name != "torch":
         return error
     return MissingExtraError(
-        "echelon requires the package 'torch', which is not installed in this Python environment",
+        _("echelon requires the package 'torch', which is not installed in this Python environment"),
         where=sys.prefix,
-        do=f"{install_command('torch')} (docs/install.md has the commands for CPUs, for CUDA versions and for mirrors)",
+        do=_(
+            "{command} (docs/install.md has the commands for CPUs, for CUDA versions and for mirrors)",
+            command=install_command("torch"),
+        ),
     )
 
 

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 from echelon.base.messages.terminal import beside_progress_bars
-from echelon.base.messages.translation import translate_lines
 from echelon.base.rank import known_rank
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
@@ -51,4 +50,4 @@ def warn_here(message: str, *, at: UserLine | None = None) -> None:
     """Warn on this rank about something that only this rank knows. Otherwise identical to ``warn``."""
     place = at or user_line()
     with beside_progress_bars():
-        warnings.warn_explicit(translate_lines(message), EchelonWarning, filename=place[0], lineno=place[1])
+        warnings.warn_explicit(message, EchelonWarning, filename=place[0], lineno=place[1])

@@ -10,6 +10,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.big_models.device_memory import get_max_memory
 from echelon.big_models.module_sizes import (
@@ -152,8 +153,11 @@ class _Planner:
         places = [device for device in self.devices if device not in ("cpu", "disk")]
         if needed and places and not any(self.memory[at] >= needed + self._used[at] for at in places):
             warn(
-                f"the offloaded layers have {needed} bytes of buffers, which stay on the device, but no device has "
-                "that much memory left; if the device runs out of memory, pass offload_buffers=True"
+                _(
+                    "the offloaded layers have {needed} bytes of buffers, which stay on the device, but no device has "
+                    "that much memory left; if the device runs out of memory, pass offload_buffers=True",
+                    needed=needed,
+                )
             )
 
     def _place(self, name: str, part: Any, device: Any, size: float, tied_names: list[str]) -> None:
@@ -300,7 +304,13 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         *dict(model.named_buffers(remove_duplicate=False)),
     ]
     if unknown := [name for name in device_map if name not in modules and name not in tensors]:
-        warn(f"these device map entries match no part of the {type(model).__name__}: {', '.join(unknown)}")
+        warn(
+            _(
+                "these device map entries match no part of the {name}: {unknown}",
+                name=type(model).__name__,
+                unknown=", ".join(unknown),
+            )
+        )
     if "" in device_map:
         return
     left = [name for name in model.state_dict() if not any(_is_in(name, part) for part in device_map)]

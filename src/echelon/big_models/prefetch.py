@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.big_models.offload_store import is_on_disk, read_ahead
 from echelon.big_models.set_tensor import as_device
@@ -100,8 +101,11 @@ class Prefetcher:
             self._copies = False
             self._pending.clear()
             warn(
-                f"{self.device} has no memory left to load weights in advance, so each module waits for its weights; "
-                "to run faster, reduce max_memory for this device"
+                _(
+                    "{device} has no memory left to load weights in advance, so each module waits for its weights; to "
+                    "run faster, reduce max_memory for this device",
+                    device=self.device,
+                )
             )
             return {}
         if loaded.event is not None:
@@ -142,7 +146,7 @@ class Prefetcher:
     def _next(self, hook: LoadsWeights) -> Iterator[LoadsWeights]:
         budget = max((one.num_bytes for one in self._known.values()), default=0)
         following = self._after.get(id(hook))
-        for _ in range(_MAX_AHEAD):
+        for _time in range(_MAX_AHEAD):
             # The first module of a pass would wait in memory while no model runs.
             if following is None or following in (self._first, hook) or id(following) not in self._known:
                 return

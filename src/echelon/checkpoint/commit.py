@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
 from echelon.checkpoint.manifest import MANIFEST, is_inside, is_part as is_part_of_own, listed_files, read_manifest
@@ -169,7 +170,14 @@ class PendingFolder:
             try:
                 retire(old)
             except OSError as error:
-                warn(f"{target} was saved, but the old folder {old} could not be deleted: {error}")
+                warn(
+                    _(
+                        "{target} was saved, but the old folder {old} could not be deleted: {error}",
+                        target=target,
+                        old=old,
+                        error=error,
+                    )
+                )
 
     @contextmanager
     def discarded_on_error(self) -> Iterator[None]:

@@ -20,11 +20,12 @@ import click
 
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.messages.terminal import align_columns
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_, in_english
 from echelon.base.printable import printable
 from echelon.base.progress import progress_bar
 from echelon.cli.help.completion import complete_folders
 from echelon.compat.byte_sizes import convert_file_size_to_int
+from echelon.config.origin import Origin, SettingSource
 
 if TYPE_CHECKING:
     from echelon.checkpoint.listing import CheckpointEntry, Listing
@@ -70,8 +71,7 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
         click.echo(_json(results))
     else:
         for result in results:
-            problems = map(translate, result["problems"])
-            click.echo("\n  ".join([f"{result['path']}: {translate(result['status'])}", *problems]))
+            click.echo("\n  ".join([f"{result['path']}: {result['status']}", *result["problems"]]))
     ctx.exit(1 if any(result["problems"] for result in results) else 0)
 
 
@@ -120,7 +120,7 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
         files = merged_weights.merge(
             source, folder, model=model, max_shard_bytes=limit, precision=precision, show=progress_bar
         )
-    click.echo(translate(f"wrote {', '.join(file.name for file in files)} to {out}"))
+    click.echo(_("wrote {files} to {out}", files=", ".join(file.name for file in files), out=out))
 
 
 @command.command("export")
@@ -141,9 +141,9 @@ def export(path: str, out: str, layout: str) -> None:
     path = str(_newest_in(_folder(path)))
     if (present := require_layout(Path(path))) != "echelon":
         raise UsageError(
-            f"{path} is in {present}'s format, not in echelon's",
+            _("{path} is in {present}'s format, not in echelon's", path=path, present=present),
             where="echelon checkpoint export",
-            do="use it as it is, or run echelon checkpoint import on it and export the result",
+            do=_("use it as it is, or run echelon checkpoint import on it and export the result"),
         )
     write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
     with _new_folder(_folder(path), out) as (source, folder):
@@ -152,7 +152,7 @@ def export(path: str, out: str, layout: str) -> None:
         with progress_bar("writing", size) as progress:
             write(checkpoint, folder, progress=progress)
         has_state = (checkpoint.folder / TRAINER_STATE).exists()
-    click.echo(translate(f"wrote {out}"))
+    click.echo(_("wrote {out}", out=out))
     if layout == "transformers" and not has_state:
         click.echo(
             f"note: its {TRAINER_STATE} sets the logging, evaluation and saving intervals to 500 steps. A resumed Trainer "
@@ -181,12 +181,14 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     layout = require_whole(source)
     if layout == "echelon":
         raise UsageError(
-            f"{path} already has echelon's format", where="echelon checkpoint import", do="use it as it is"
+            _("{path} already has echelon's format", path=path),
+            where="echelon checkpoint import",
+            do=_("use it as it is"),
         )
     read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
     imported = read(source, parameters=[_lines(name) for name in parameters])
     conversion.write_imported(imported, target, source=source)
-    click.echo(translate(f"wrote {out}"))
+    click.echo(_("wrote {out}", out=out))
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
@@ -198,7 +200,9 @@ def _folder(path: str) -> Path:
 
     folder = Path(path).expanduser()
     if not place_of(folder).is_dir():
-        raise UsageError(f"the folder {path} does not exist", where="echelon checkpoint", do="check the path")
+        raise UsageError(
+            _("the folder {path} does not exist", path=path), where="echelon checkpoint", do=_("check the path")
+        )
     return folder
 
 
@@ -231,16 +235,19 @@ def _newest_in(folder: Path) -> Path:
     intact = [entry for entry in found.entries if entry.state != "damaged"]
     if not intact:
         return folder  # the reader reports it
-    click.echo(translate(f"using {place / intact[0].name}, the newest of {len(found.entries)}"), err=True)
+    click.echo(
+        _("using {path}, the newest of {num_entries}", path=place / intact[0].name, num_entries=len(found.entries)),
+        err=True,
+    )
     return place / intact[0].name
 
 
 def _require_new(target: Path) -> None:
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise UsageError(
-            f"{target} already exists",
+            _("{target} already exists", target=target),
             where="echelon checkpoint",
-            do="pass a folder that does not exist yet, or remove this one",
+            do=_("pass a folder that does not exist yet, or remove this one"),
         )
 
 
@@ -262,7 +269,9 @@ def _lines(path: str) -> list[str]:
     try:
         return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}", where="--parameters", do="check the path") from error
+        raise UsageError(
+            _("cannot read {path}: {error}", path=path, error=error), where="--parameters", do=_("check the path")
+        ) from error
 
 
 # ---- output ---------------------------------------------------------------------------------------------------------
@@ -276,16 +285,20 @@ def _verified(folder: Path) -> dict[str, Any]:
         layout = require_layout(folder)
         if layout != "echelon":
             raise UsageError(
-                f"{folder} is in {layout}'s format, which has no checksums to verify",
+                _("{folder} is in {layout}'s format, which has no checksums to verify", folder=folder, layout=layout),
                 where="echelon checkpoint verify",
-                do="convert it to echelon's format with echelon checkpoint import",
+                do=_("convert it to echelon's format with echelon checkpoint import"),
             )
         checkpoint = Checkpoint(folder)
         problems = checkpoint.problems(show=progress_bar)
     except CheckpointError as error:
-        return {"path": str(folder), "status": "damaged", "problems": [error.what]}
+        return {"path": str(folder), "status": _("damaged"), "problems": [error.what]}
     num_bytes = sum(facts.size for facts in checkpoint.manifest.files.values())
-    status = "damaged" if problems else f"intact: {len(checkpoint.manifest.files) + 1} files, {_size(num_bytes)}"
+    status = (
+        _("damaged")
+        if problems
+        else _("intact: {number} files, {size}", number=len(checkpoint.manifest.files) + 1, size=_size(num_bytes))
+    )
     return {"path": str(folder), "status": status, "problems": problems}
 
 
@@ -303,10 +316,14 @@ def _listing(folder: Path, found: Listing) -> str:
     if not found.entries and not found.leftovers:
         inner = list(islice(_with_checkpoints(folder), _MAX_NAMED))
         if inner:
-            return translate(f"{folder} contains no checkpoints, but these folders do: {printable(' '.join(inner))}")
-        return translate(f"{folder} contains no checkpoints")
-    head = ("name", "step", "epoch", "size", "ranks", "age", "layout", "state")
-    lines = [tuple(map(translate, head))]
+            return _(
+                "{folder} contains no checkpoints, but these folders do: {inner}",
+                folder=folder,
+                inner=printable(" ".join(inner)),
+            )
+        return _("{folder} contains no checkpoints", folder=folder)
+    head = (N_("name"), N_("step"), N_("epoch"), N_("size"), N_("ranks"), N_("age"), N_("layout"), N_("state"))
+    lines = [tuple(map(_, head))]
     lines += [
         (
             entry.name,
@@ -321,16 +338,19 @@ def _listing(folder: Path, found: Listing) -> str:
         for entry in found.entries
     ]
     text = _table(lines) if found.entries else ""
-    left = [
-        f"{one.name}  {_size(one.num_bytes)}  {translate('left by an interrupted save')}" for one in found.leftovers
-    ]
+    why = _("left by an interrupted save")
+    left = [f"{one.name}  {_size(one.num_bytes)}  {why}" for one in found.leftovers]
     return "\n".join([*([text] if text else []), *left])
 
 
 def _state(entry: CheckpointEntry) -> str:
-    state: str = "complete, has no checksums" if entry.state == "unknown" else entry.state
-    parts = [state, *entry.problems[:2], *([] if entry.place == entry.name else [f"stored as {entry.place}"])]
-    return "; ".join(map(translate, parts))
+    state: str = _("complete, has no checksums") if entry.state == "unknown" else _(entry.state)
+    parts = [
+        state,
+        *entry.problems[:2],
+        *([] if entry.place == entry.name else [_("stored as {place}", place=entry.place)]),
+    ]
+    return "; ".join(parts)
 
 
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -344,7 +364,7 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
     files = sorted(manifest.files)
     if OBJECTS in files and (wrong := checkpoint.problems(share=files.index(OBJECTS), num_shares=len(files))):
         raise CheckpointError(
-            "; ".join(wrong), do="run echelon checkpoint ls --verify on its folder to find an intact checkpoint"
+            "; ".join(wrong), do=_("run echelon checkpoint ls --verify on its folder to find an intact checkpoint")
         )
     objects = checkpoint.objects() if OBJECTS in files else {}
     loaders = [position_in_epoch(state, num_ranks=manifest.world_size) for state in objects.get("orders", [])]
@@ -396,16 +416,27 @@ def _progress(saved: Mapping[str, Any], loaders: Sequence[Mapping[str, Any]]) ->
 
 
 def _loader_text(index: int, loader: Mapping[str, Any]) -> str:
-    name, epoch = f"loader {index}", f"epoch {loader['epoch']}"
+    epoch = loader["epoch"]
     if loader["trains"] is False:
-        return f"{name}: evaluation"
+        return _("loader {index}: evaluation", index=index)
     if loader["samples"] == 0:
-        return f"{name}: at the start of {epoch}"
-    of = "" if loader["num_samples"] is None else f" of {loader['num_samples']}"
-    samples = "" if loader["samples"] is None else f", after {loader['samples']}{of} samples"
-    return f"{name}: in {epoch}{samples}" + (
-        f" ({loader['batches']} batches of each rank)" if loader["batches"] else ""
+        return _("loader {index}: at the start of epoch {epoch}", index=index, epoch=epoch)
+    samples = batches = ""
+    if loader["samples"] is not None:
+        of = "" if loader["num_samples"] is None else _(" of {num_samples}", num_samples=loader["num_samples"])
+        samples = _(", after {samples}{of} samples", samples=loader["samples"], of=of)
+    if loader["batches"]:
+        batches = _(" ({batches} batches of each rank)", batches=loader["batches"])
+    return _(
+        "loader {index}: in epoch {epoch}{samples}{batches}", index=index, epoch=epoch, samples=samples, batches=batches
     )
+
+
+def _origin(text: str) -> str:
+    """Return the origin of a setting, which a checkpoint stores in English, in the user's language."""
+    source, _space, detail = text.partition(" ")
+    known = SettingSource.__members__.get(source.upper())
+    return text if known is None else str(Origin(known, detail))
 
 
 def _foreign_content(folder: Path, files: list[Path]) -> dict[str, Any]:
@@ -427,43 +458,46 @@ def _foreign_content(folder: Path, files: list[Path]) -> dict[str, Any]:
 
 
 def _readable(content: dict[str, Any]) -> str:
-    lines = [("path", content["path"]), ("format", content["format"])]
-    for key in ("created", "written_by", "world_size"):
+    lines = [(N_("path"), content["path"]), (N_("format"), content["format"])]
+    for key in (N_("created"), N_("written_by"), N_("world_size")):
         lines += [(key, content[key])] if key in content else []
-    lines.append(("size", _size(content["num_bytes"])))
-    for key in ("progress", "layout"):
+    lines.append((N_("size"), _size(content["num_bytes"])))
+    for key in (N_("progress"), N_("layout")):
         facts = {name: value for name, value in (content.get(key) or {}).items() if value is not None}
         lines.append((key, ", ".join(f"{name}={value}" for name, value in facts.items())))
         if key == "progress":
-            lines += [("", translate(_loader_text(i, one))) for i, one in enumerate(content.get("loaders", []))]
-    parts: list[str] = [_table([(translate(name), str(value)) for name, value in lines if value])]
+            lines += [("", _loader_text(i, one)) for i, one in enumerate(content.get("loaders", []))]
+    parts: list[str] = [_table([(_(name), str(value)) for name, value in lines if value])]
     if content.get("config"):
         chosen = {name: one for name, one in content["config"].items() if str(one[1]) != "default"}
-        own = [(f"  {name}", str(value), f"({translate(str(origin))})") for name, (value, origin) in chosen.items()]
-        parts.append(translate(f"settings ({len(content['config']) - len(own)} others have default values)"))
+        own = [(f"  {name}", str(value), f"({_origin(origin)})") for name, (value, origin) in chosen.items()]
+        parts.append(_("settings ({number} others have default values)", number=len(content["config"]) - len(own)))
         parts += [_table(own)] if own else []
     for i, groups in enumerate(content.get("optimizers", [])):
         lines_of_groups = [
             "  "
-            + translate(f"group {j}: {group['params']} parameters")
+            + _("group {number}: {count} parameters", number=j, count=group["params"])
             + ", "
             + ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
             for j, group in enumerate(groups)
         ]
-        parts.append("\n".join([translate(f"optimizer {i}"), *lines_of_groups]))
+        parts.append("\n".join([_("optimizer {number}", number=i), *lines_of_groups]))
     tensors = [
         (
             "  " + one["name"],
             one["dtype"],
             str(one["shape"]),
-            translate(f"ranks {_ranks(one['ranks'])}") if "ranks" in one else one.get("file", ""),
+            _("ranks {ranks}", ranks=_ranks(one["ranks"])) if "ranks" in one else one.get("file", ""),
         )
         for one in content["tensors"]
     ]
-    parts.append("\n".join([translate(f"{len(tensors)} tensors"), _table(tensors)]))
-    parts += ["  " + translate(f"{name} is an alias of {target}") for name, target in content["aliases"].items()]
+    parts.append("\n".join([_("{num_tensors} tensors", num_tensors=len(tensors)), _table(tensors)]))
+    parts += [
+        "  " + _("{name} is an alias of {target}", name=name, target=target)
+        for name, target in content["aliases"].items()
+    ]
     if content.get("objects") or content.get("files"):
-        parts.append(translate(f"also contains {', '.join(content.get('objects') or content['files'])}"))
+        parts.append(_("also contains {files}", files=", ".join(content.get("objects") or content["files"])))
     return "\n".join(parts)
 
 
@@ -477,7 +511,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(_for_json(value), indent=2)
+    return json.dumps(in_english(_for_json(value)), indent=2)
 
 
 def _for_json(value: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
-from echelon.base.messages.translation import translate, translate_lines
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.config.derive import check, derive, with_engine
 from echelon.config.explain import differences, show, show_changed, show_json
 from echelon.config.files import PROJECT_FILE, find_config_file, from_file
@@ -36,14 +36,14 @@ def command(ctx: click.Context, config_file: str | None) -> None:
         return
     path = Path(config_file or PROJECT_FILE)
     try:
-        if path.exists() and not ask_yes_no(f"{path} already exists. Overwrite it?", default=False):
+        if path.exists() and not ask_yes_no(_("{path} already exists. Overwrite it?", path=path), default=False):
             return
         _write(path, ask_settings())
     except EOFError as error:
         raise UsageError(
-            "standard input ended before all questions were answered",
-            where="standard input",
-            do="run echelon config default to write a file without questions",
+            _("standard input ended before all questions were answered"),
+            where=_("standard input"),
+            do=_("run echelon config default to write a file without questions"),
         ) from error
 
 
@@ -53,13 +53,15 @@ def _pass_on(ctx: click.Context, subcommand: str, config_file: str | None) -> No
         return
     if all(param.name != "config_file" for param in command.commands[subcommand].params):
         raise UsageError(
-            f"echelon config {subcommand} does not take --config_file", where="flag --config_file", do="remove it"
+            _("echelon config {subcommand} does not take --config_file", subcommand=subcommand),
+            where="flag --config_file",
+            do=_("remove it"),
         )
     ctx.default_map = {subcommand: {"config_file": config_file}}
 
 
 @command.command("default")
-@_file_option("File to write (default: the path where the launcher looks for it).")
+@_file_option(N_("File to write (default: the path where the launcher looks for it)."))
 @click.option("--mixed-precision", metavar="[no|fp16|bf16|fp8]", default="no", help="Autocast dtype (default: no).")
 def default(config_file: str | None, mixed_precision: str) -> None:
     """Write a config file with one process per accelerator, without asking questions."""
@@ -67,22 +69,23 @@ def default(config_file: str | None, mixed_precision: str) -> None:
 
 
 @command.command("update")
-@_file_option("File to update (default: the file that the launcher would use).")
+@_file_option(N_("File to update (default: the file that the launcher would use)."))
 def update(config_file: str | None) -> None:
     """Rewrite a config file with this version's key names, keeping its settings."""
     path = Path(config_file) if config_file else find_config_file()
     if path is None:
-        raise UsageError("no config file found", where="echelon config update", do="pass --config_file PATH")
+        raise UsageError(_("no config file found"), where="echelon config update", do=_("pass --config_file PATH"))
     values = chosen(_of_file(path))
     if values.get("deepspeed_config_file") == str(path):
         raise UsageError(
-            f"{path} is a DeepSpeed file", do="pass --config_file with a file written by echelon or accelerate"
+            _("{path} is a DeepSpeed file", path=path),
+            do=_("pass --config_file with a file written by echelon or accelerate"),
         )
     _write(path, values)
 
 
 @command.command("explain")
-@_file_option("Config file (default: the file that the launcher would use).")
+@_file_option(N_("Config file (default: the file that the launcher would use)."))
 @click.option("--run", metavar="DIR", help="Show the settings of the run in folder DIR, or of the newest run in it.")
 @click.option("--changed", is_flag=True, help="Print only settings that are not the default.")
 @click.option("--strict", is_flag=True, help="Fail if two sources give different values for a setting.")
@@ -90,18 +93,18 @@ def explain(config_file: str | None, run: str | None, changed: bool, strict: boo
     """Print each setting's value, its origin, and the values that it overrides."""
     if run is not None:
         if config_file is not None:
-            raise UsageError("--run and --config_file are mutually exclusive", do="remove one of them")
+            raise UsageError(_("--run and --config_file are mutually exclusive"), do=_("remove one of them"))
         resolved = of_run(find_run(run))
     else:
         path = config_file or find_config_file()
         layers = [from_environment(), *([from_file(path)] if path else [])]
         resolved = derive(resolve(RunConfig, layers, strict=strict))
         if path and not config_file:
-            click.echo(translate(f"settings from {path}"))
+            click.echo(_("settings from {path}", path=path))
     shown = with_engine(resolved)
-    click.echo((show_changed(shown) or translate("all settings have their defaults")) if changed else show(shown))
+    click.echo((show_changed(shown) or _("all settings have their defaults")) if changed else show(shown))
     if (speed := resolved.value.speed) != "off" and not changed:
-        click.echo(f"\nspeed={speed!r}:\n{translate_lines(speed_table(speed))}")
+        click.echo(f"\nspeed={speed!r}:\n{speed_table(speed)}")
     if (json := resolved.value.deepspeed_config_file) is not None and Path(json).is_file():
         click.echo(f"\n{json}:\n{show_json(json, resolved)}")
     check(resolved, world_size=resolved.value.num_processes)
@@ -114,7 +117,9 @@ def explain(config_file: str | None, run: str | None, changed: bool, strict: boo
 def convert(source: str, target: str, overwrite: bool) -> None:
     """Convert the config file FROM to the format given by TO's suffix: .toml, or accelerate's .yaml or .json."""
     if Path(target).exists() and not overwrite:
-        raise UsageError(f"{target} already exists", where="echelon config convert", do="add --overwrite")
+        raise UsageError(
+            _("{target} already exists", target=target), where="echelon config convert", do=_("add --overwrite")
+        )
     _write(Path(target), chosen(_of_file(source)))
 
 
@@ -125,7 +130,7 @@ def convert(source: str, target: str, overwrite: bool) -> None:
 def diff(ctx: click.Context, first: str, second: str) -> None:
     """Print the settings that differ between two config files or run folders; exit with code 1 if there are any."""
     found = differences(*(of_run(find_run(one)) if Path(one).is_dir() else _of_file(one) for one in (first, second)))
-    click.echo(found or translate("no differences"))
+    click.echo(found or _("no differences"))
     ctx.exit(1 if found else 0)
 
 
@@ -135,7 +140,8 @@ def _of_file(path: str | Path) -> Resolved[RunConfig]:
 
 def _write(path: Path, values: dict[str, object]) -> None:
     write(path, values)
-    click.echo(translate(f"wrote {path}: all settings have their defaults" if not values else f"wrote {path}"))
+    text = N_("wrote {path}") if values else N_("wrote {path}: all settings have their defaults")
+    click.echo(_(text, path=path))
     if path.suffix != ".toml" and (names := unknown_to_accelerate(values)):
-        note = f"note: accelerate would reject this file because of {', '.join(names)}; echelon accepts it"
-        click.echo(translate(note))
+        note = N_("note: accelerate would reject this file because of {names}; echelon accepts it")
+        click.echo(_(note, names=", ".join(names)))

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
-from echelon.base.messages.translation import translate, translate_lines
+from echelon.base.messages.translation import gettext as _
 from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_runs
 from echelon.diagnose.stall import name_ranks
@@ -21,6 +21,7 @@ from echelon.launch.local.rank_errors import read_record
 from echelon.launch.local.ranks import STALL_FILE
 from echelon.launch.local.worker import ERROR_FILE
 from echelon.report.run_folder import find_run, read_run
+from echelon.status.run_files import event_text
 from echelon.status.stack_reporter import ANSWER_FILE
 
 
@@ -44,7 +45,7 @@ def command(ctx: click.Context, args: tuple[str, ...], all_threads: bool) -> Non
     if any(arg.replace("_", "-").partition("=")[0] in _MULTINODE_FLAGS for arg in args):
         ctx.exit(_test_machines(args))
     if len(args) > 1 or any(arg.startswith("-") for arg in args):
-        raise UsageError("echelon doctor takes one run folder, or --nnodes N ...", do="see echelon doctor --help")
+        raise UsageError(_("echelon doctor takes one run folder, or --nnodes N ..."), do=_("see echelon doctor --help"))
     _diagnose_run(find_run(*args), all_threads=all_threads)
 
 
@@ -71,7 +72,7 @@ def _diagnose_run(run: Path, *, all_threads: bool) -> None:
     goodput = read_goodput(run)
     before = f"{printable(str(run))}: "
     for line in [] if goodput is None else goodput.lines():
-        click.echo(before + translate(printable(line)))
+        click.echo(before + printable(line))
         before = "  "
     is_empty = True
     failures = _failures(run)
@@ -84,7 +85,7 @@ def _diagnose_run(run: Path, *, all_threads: bool) -> None:
             is_empty = False
             click.echo(printable(line))
     if is_empty:
-        click.echo(before + translate("no rank has stalled or failed"))
+        click.echo(before + _("no rank has stalled or failed"))
     for line in _live_ranks(run):
         click.echo(printable(line))
 
@@ -95,9 +96,7 @@ def _failures(run: Path) -> dict[int, list[str]]:
     for event in read_run(run).events:
         if event.get("kind") == "failure":
             attempt = event.get("attempt")
-            found.setdefault(attempt if isinstance(attempt, int) else 0, []).append(
-                translate(str(event.get("text", "")))
-            )
+            found.setdefault(attempt if isinstance(attempt, int) else 0, []).append(event_text(event))
     return found
 
 
@@ -111,27 +110,27 @@ def _live_ranks(run: Path) -> Iterator[str]:
     finally:
         live.close()
     if snapshot.is_live:
-        others = f" of the ranks on {snapshot.host}" if snapshot.num_machines > 1 else ""
-        yield translate(f"the run is live; state{others} (echelon watch {run} keeps it up to date):")
+        others = _(" of the ranks on {host}", host=snapshot.host) if snapshot.num_machines > 1 else ""
+        yield _("the run is live; state{others} (echelon watch {run} keeps it up to date):", others=others, run=run)
         yield from (f"  {row.to_text()}" for row in snapshot.rows)
     elif snapshot.outcome == "running":
-        yield translate(f"the run is live, but {snapshot.why_not_live}")
+        yield _("the run is live, but {why_not_live}", why_not_live=snapshot.why_not_live)
 
 
 def _stalls(attempt: Path, *, all_threads: bool) -> Iterator[str]:
     pattern = re.compile(STALL_FILE.format(r"(\d+)"))
     found = {int(m[1]): path for path in attempt.iterdir() if (m := pattern.fullmatch(path.name))}
     for number, path in sorted(found.items()):
-        yield f"{attempt.name}: {translate_lines(path.read_text(encoding='utf-8').rstrip())}"
+        yield f"{attempt.name}: {path.read_text(encoding='utf-8').rstrip()}"
         for folder in _ranks(attempt):
             try:
                 answer = json.loads((folder / ANSWER_FILE.format(number)).read_text(encoding="utf-8"))
                 stacks = [answer["stack"], *(answer["threads"] if all_threads else [])]
             except (OSError, ValueError, KeyError, TypeError):
-                yield "\n" + translate(f"{folder.name}: no stack recorded")
+                yield "\n" + _("{folder}: no stack recorded", folder=folder.name)
                 continue
             for stack in stacks:
-                title = translate(f"{folder.name}, most recent call last:")
+                title = _("{folder}, most recent call last:", folder=folder.name)
                 yield f"\n{title}\n{''.join(stack).rstrip()}"
 
 
@@ -143,12 +142,12 @@ def _errors(attempt: Path) -> Iterator[str]:
         if record is not None:
             found.setdefault(replace(record, time_ns=0), []).append(_number(folder))
     for record, ranks in found.items():
-        names = translate(name_ranks(ranks))
+        names = name_ranks(ranks)
         if record.type.endswith(".Preempted"):
-            ending = translate("saved a checkpoint and ended, because the run was preempted")
+            ending = _("saved a checkpoint and ended, because the run was preempted")
             yield f"{attempt.name}, {names}: {ending}"
             continue
-        thread = f" in thread {record.thread!r}" if record.thread else ""
+        thread = _(" in thread {thread!r}", thread=record.thread) if record.thread else ""
         yield f"\n{attempt.name}, {names}: {record.type}: {record.message}{thread}"
         yield from (f"  {f.file}:{f.line} in {f.function}: {f.source}" for f in record.frames)
 

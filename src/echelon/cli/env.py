@@ -29,7 +29,7 @@ from echelon.base.device import accelerators, nccl_version
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.limits import group_folders
 from echelon.base.messages.terminal import align_columns
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_, in_english
 from echelon.base.optional import install_command, is_available
 from echelon.compat.machine import convert_bytes, get_driver_version
 from echelon.config.derive import derive
@@ -98,23 +98,23 @@ def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
     host names are omitted, and paths do not show the home folder.
     """
     report: dict[str, Any] = {
-        "versions": versions(),
-        "system": system(),
-        "devices": _devices(),
-        "network": _interfaces(with_addresses=addresses),
-        "started by": ", ".join(_starters()) or "no known launcher",
-        "stands in for": _stands_in_for(),
-        "settings": _settings_of(config_file, with_addresses=addresses),
-        "variables": _variables(),
+        N_("versions"): versions(),
+        N_("system"): system(),
+        N_("devices"): _devices(),
+        N_("network"): _interfaces(with_addresses=addresses),
+        N_("started by"): ", ".join(_starters()) or _("no known launcher"),
+        N_("stands in for"): _stands_in_for(),
+        N_("settings"): _settings_of(config_file, with_addresses=addresses),
+        N_("variables"): _variables(),
     }
     if as_json:
-        click.echo(json.dumps(report, indent=2))
+        click.echo(json.dumps(in_english(report), indent=2))
         return
     for title, facts in report.items():
-        words = facts if isinstance(facts, str) else "" if facts else "none"
-        click.echo(f"{translate(title)}: {translate(words)}".rstrip())
+        words = facts if isinstance(facts, str) else "" if facts else _("none")
+        click.echo(_("{title}: {words}", title=_(title), words=words).rstrip())
         if isinstance(facts, dict) and facts:
-            for line in align_columns([(translate(name), translate(value)) for name, value in facts.items()]):
+            for line in align_columns([(_(name), value) for name, value in facts.items()]):
                 click.echo(f"  {line}")
 
 
@@ -125,9 +125,9 @@ def _settings_of(config_file: str | None, *, with_addresses: bool) -> dict[str, 
         resolved = derive(resolve(RunConfig, layers))
     except ConfigError as error:
         # The message may quote the value.
-        return without_home(f"invalid ({error.where}); run echelon config explain for details")
+        return without_home(_("invalid ({where}); run echelon config explain for details", where=error.where))
     found = _settings(resolved, with_addresses=with_addresses)
-    return {"file": without_home(str(path)), **found} if path else found
+    return {N_("file"): without_home(str(path)), **found} if path else found
 
 
 def versions() -> Facts:
@@ -136,8 +136,8 @@ def versions() -> Facts:
     found = {
         "echelon": __version__,
         "python": f"{platform.python_version()} ({build})",
-        "executable": without_home(sys.executable)
-        + (" (virtual environment)" if sys.prefix != sys.base_prefix else ""),
+        N_("executable"): without_home(sys.executable)
+        + (_(" (virtual environment)") if sys.prefix != sys.base_prefix else ""),
     }
     for name in _packages():
         try:
@@ -165,11 +165,11 @@ def _stands_in_for() -> str:
     """Return which libraries echelon replaces in runs started from this environment, as set by ``ECHELON_AS``."""
     text = replaced_libraries()
     if text is None:
-        return "nothing (echelon launch --as, echelon.compat.install)"
+        return _("nothing (echelon launch --as, echelon.compat.install)")
     from echelon.ecosystem import swap  # noqa: PLC0415 - not loaded without the swap
 
     try:
-        libraries = swap.parse_libraries(text.split(","), where=f"env {swap.VARIABLE}")
+        libraries = swap.parse_libraries(text.split(","), where=_("env {name}", name=swap.VARIABLE))
     except UsageError:
         return f"invalid (env {swap.VARIABLE})"  # the value may be a secret
     return f"{swap.describe(libraries).removeprefix('stands in for ')} (env {swap.VARIABLE})"
@@ -177,28 +177,28 @@ def _stands_in_for() -> str:
 
 def system(root: Path = Path("/")) -> Facts:
     """Return the operating system, the CPU, and the resources available to a process."""
-    found = {"system": _system_name(), "kernel": f"{platform.release()} {platform.machine()}"}
+    found = {N_("system"): _system_name(), N_("kernel"): f"{platform.release()} {platform.machine()}"}
     if any(libc := platform.libc_ver()):
         found["libc"] = " ".join(libc)
     found["cpu"] = _cpu_model(root)
-    found["cores"] = f"{os.cpu_count()}, {usable_cores(root)} usable"
+    found[N_("cores")] = _("{number}, {num_usable} usable", number=os.cpu_count(), num_usable=usable_cores(root))
     memory = _memory(root)
     if memory:
-        found["memory"] = memory
+        found[N_("memory")] = memory
     limits = {
         name: text
         for name in ("memory.max", "memory.high", "cpu.max", "pids.max")
         if (text := _group_limit(root, name))
     }
     if limits:
-        found["cgroup limits"] = ", ".join(f"{name} {text}" for name, text in limits.items())
+        found[N_("cgroup limits")] = ", ".join(f"{name} {text}" for name, text in limits.items())
     for place in ("dev/shm", "tmp"):
         if (root / place).is_dir():
             space = os.statvfs(root / place)
             sizes = (convert_bytes(space.f_frsize * blocks) for blocks in (space.f_blocks, space.f_bavail))
-            found[f"/{place}"] = "{}, {} free".format(*sizes)
+            found[f"/{place}"] = _("{size}, {free} free", size=next(sizes), free=next(sizes))
     if (open_files := _open_files()) is not None:
-        found["open files"] = open_files
+        found[N_("open files")] = open_files
     return found
 
 
@@ -217,7 +217,7 @@ def _cpu_model(root: Path) -> str:
 def _memory(root: Path) -> str:
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE))
     sizes = [convert_bytes(int(found[name]) * 1024) for name in ("MemTotal", "MemAvailable") if name in found]
-    return ", ".join(f"{size}{word}" for size, word in zip(sizes, ("", " available")))
+    return _("{size}, {free} available", size=sizes[0], free=sizes[1]) if len(sizes) == 2 else "".join(sizes)
 
 
 def _group_limit(root: Path, name: str) -> str:
@@ -233,7 +233,7 @@ def _open_files() -> str | None:
     import resource  # noqa: PLC0415 - not available on Windows
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return f"{soft} (hard limit {hard})"
+    return _("{soft} (hard limit {hard})", soft=soft, hard=hard)
 
 
 def _read(path: Path) -> str:
@@ -253,15 +253,15 @@ def _devices() -> Facts:
     built = re.search(r"Build settings: (.*)", torch.__config__.show())
     built_with = [part for part in built[1].split(", ") if "_FLAGS=" not in part and "/" not in part] if built else []
     found = {
-        "accelerators": "; ".join(accelerators()) or "none",
-        "driver": _driver(),
+        N_("accelerators"): "; ".join(accelerators()) or _("none"),
+        N_("driver"): _driver(),
         "CUDA": torch.version.cuda or "",
         "ROCm": torch.version.hip or "",
         "NCCL": nccl_version() or "",
-        "backends": ", ".join(backends),
-        "cpu threads": str(torch.get_num_threads()),
-        "cpu capability": torch.backends.cpu.get_cpu_capability(),
-        "torch built with": ", ".join(built_with).strip(", "),
+        N_("backends"): ", ".join(backends),
+        N_("cpu threads"): str(torch.get_num_threads()),
+        N_("cpu capability"): torch.backends.cpu.get_cpu_capability(),
+        N_("torch built with"): ", ".join(built_with).strip(", "),
     }
     return {name: value for name, value in found.items() if value}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.job_token import default_token_file, find_token, make_token_file
 
 
@@ -20,9 +20,12 @@ def command(path: Path | None) -> None:
     """
     target = default_token_file() if path is None else path
     if make_token_file(target):
-        advice = "copy this file to all machines in the run, unless they share the home folder"
-        click.echo(translate(f"{target}: created a token; {advice}"))
+        text = _(
+            "{target}: created a token; copy this file to all machines in the run, unless they share the home folder",
+            target=target,
+        )
+        click.echo(text)
         return
     if path is None:
         find_token()  # raises if the token is unusable
-    click.echo(translate(f"{target}: kept the existing token; to create a new one, remove this file first"))
+    click.echo(_("{target}: kept the existing token; to create a new one, remove this file first", target=target))

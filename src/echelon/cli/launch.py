@@ -22,6 +22,7 @@ from echelon.base.cores import usable_cores
 from echelon.base.device import limit_devices, num_devices
 from echelon.base.errors import ConfigError, LaunchError
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _
 from echelon.cli.help.completion import complete_paths
 from echelon.cli.help.misplaced_flags import note_about_flags
 from echelon.cli.launch_options import ARGV, NUMBERS, OPTIONS, LaunchCommand, flag_layer, typed_flags
@@ -84,7 +85,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
 def _kind(flags: Mapping[str, Any]) -> Any:
     if flags["module"] and flags["no_python"]:
         raise ConfigError(
-            "-m and --no_python are mutually exclusive", where="flags -m, --no_python", do="remove one of them"
+            _("-m and --no_python are mutually exclusive"), where="flags -m, --no_python", do=_("remove one of them")
         )
     return "module" if flags["module"] else "program" if flags["no_python"] else "script"
 
@@ -152,7 +153,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     outputs = _outputs(flags, processes.number)
     if outputs.debugged is not None and script.kind == "program":
         raise ConfigError(
-            "--debugger requires a Python script", where="flag --no_python", do="remove one of these flags"
+            _("--debugger requires a Python script"), where="flag --no_python", do=_("remove one of these flags")
         )
     plan = None
     if not machines.is_single:
@@ -185,7 +186,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
                 else timedelta(seconds=resolved.value.slow_timeout),
             ),
             preemption_grace=timedelta(seconds=flags["preemption_grace"]),
-            logs=str(directory) if flags["log_dir"] else "above; --log_dir DIR writes one log file per rank",
+            logs=str(directory) if flags["log_dir"] else _("above; --log_dir DIR writes one log file per rank"),
             directory=directory,
             began_ns=began_ns,
             record=record,
@@ -247,7 +248,7 @@ def _say_where(folder: Path, log_dir: str | None) -> None:
     """Print where the run is recorded, and the command that shows it."""
     shown = Path(log_dir or DEFAULT_PARENT) / folder.name
     run = f" {shlex.quote(str(shown))}" if log_dir else ""  # without a folder, it shows the newest run in echelon-runs
-    say(f"recorded in {shown}; echelon report{run} shows it")
+    say(_("recorded in {shown}; echelon report{run} shows it", shown=shown, run=run))
 
 
 def _note_misplaced_flags(ctx: click.Context, script: Script, typed: Mapping[str, str], *, failed: bool) -> bool:
@@ -264,10 +265,12 @@ def _libraries(script: Script, flags: Mapping[str, Any]) -> dict[str, str]:
         return {}
     from echelon.ecosystem import swap  # noqa: PLC0415 - runs without it load nothing of it
 
-    where = "flag --as" if flags["libraries"] else f"env {swap.VARIABLE}"
+    where = "flag --as" if flags["libraries"] else _("env {name}", name=swap.VARIABLE)
     libraries = swap.parse_libraries(requested.split(","), where=where)
     if script.kind == "program":
-        raise ConfigError(f"{where} requires a Python script", where="flag --no_python", do="remove one of the two")
+        raise ConfigError(
+            _("{where} requires a Python script", where=where), where="flag --no_python", do=_("remove one of the two")
+        )
     if not flags["quiet"]:
         say(f"{swap.describe(libraries)} ({where})")
     return swap.rank_variables(libraries)
@@ -305,39 +308,45 @@ def _check_one_machine(request: _Request) -> None:
     value, origins = request.resolved.value, request.resolved.origins
     if value.machine_rank != 0:
         raise ConfigError(
-            f"machine rank {value.machine_rank} is out of range for a single-machine run",
+            _("machine rank {machine_rank} is out of range for a single-machine run", machine_rank=value.machine_rank),
             where=str(origins["machine_rank"]),
-            do="set the number of machines with --num_machines or --nnodes, or remove the machine rank",
+            do=_("set the number of machines with --num_machines or --nnodes, or remove the machine rank"),
         )
     if value.rdzv_backend not in (None, "c10d", "static"):
         raise ConfigError(
-            f"rendezvous backend {value.rdzv_backend!r} is not supported",
+            _("rendezvous backend {rdzv_backend!r} is not supported", rdzv_backend=value.rdzv_backend),
             where=str(origins["rdzv_backend"]),
-            do="remove this setting; processes on a single machine always use the loopback interface",
+            do=_("remove this setting; processes on a single machine always use the loopback interface"),
         )
     endpoint = request.flags["rdzv_endpoint"]
     hosts = [(value.main_process_ip, str(origins["main_process_ip"]))]
     if endpoint is not None:
-        hosts.append((endpoint.rpartition(":")[0] or endpoint, f"flag {request.typed['rdzv_endpoint']}"))
+        hosts.append((endpoint.rpartition(":")[0] or endpoint, _("flag {name}", name=request.typed["rdzv_endpoint"])))
     for host, origin in hosts:
         if host is not None and not is_this_machine(host):
             raise ConfigError(
-                f"{host} is not an address of this machine, but the run uses only this machine",
+                _("{host} is not an address of this machine, but the run uses only this machine", host=host),
                 where=origin,
-                do="set the number of machines with --num_machines or --nnodes, or remove the address; processes on "
-                "a single machine always use the loopback interface",
+                do=_(
+                    "set the number of machines with --num_machines or --nnodes, or remove the address; processes on a "
+                    "single machine always use the loopback interface"
+                ),
             )
 
 
 def _port(request: _Request) -> int:
     if request.resolved.value.main_process_port is not None:
         return request.resolved.value.main_process_port
-    _, colon, port = (request.flags["rdzv_endpoint"] or "").rpartition(":")
+    _host, colon, port = (request.flags["rdzv_endpoint"] or "").rpartition(":")
     if not colon:
         return 0
     if not port.isdigit() or int(port) > 65535:
-        where = f"flag {request.typed['rdzv_endpoint']}"
-        raise ConfigError(f"{port!r} is not a valid port", where=where, do="pass HOST:PORT with a port from 0 to 65535")
+        where = _("flag {name}", name=request.typed["rdzv_endpoint"])
+        raise ConfigError(
+            _("{port!r} is not a valid port", port=port),
+            where=where,
+            do=_("pass HOST:PORT with a port from 0 to 65535"),
+        )
     return int(port)
 
 
@@ -346,7 +355,9 @@ def _count_processes(request: _Request, machines: _Machines) -> _Processes:
     resolved, flags, typed = request.resolved, request.flags, request.typed
     if flags["multi_gpu"] and resolved.value.cpu:
         raise ConfigError(
-            "--multi_gpu and --cpu are mutually exclusive", where=f"flag {typed['multi_gpu']}", do="remove one of them"
+            _("--multi_gpu and --cpu are mutually exclusive"),
+            where=_("flag {name}", name=typed["multi_gpu"]),
+            do=_("remove one of them"),
         )
     slots = named_slots(resolved)
     num_accelerators = 0 if resolved.value.cpu else num_devices()
@@ -384,9 +395,9 @@ def per_machine(
             else f"on {least} to {most} machines"
         )
         raise ConfigError(
-            f"{total} processes {problem}",
+            _("{total} processes {problem}", total=total, problem=problem),
             where=str(resolved.origins["num_processes"]),
-            do="set the number of processes per machine with --nproc_per_node N",
+            do=_("set the number of processes per machine with --nproc_per_node N"),
         )
     return replace(resolved, value=replace(resolved.value, num_processes=total // num_machines))
 
@@ -401,12 +412,15 @@ def _num_processes(
     flag = flags["num_processes"]
     if num_accelerators == 0 and (flag == "gpu" or flags["multi_gpu"]):
         raise ConfigError(
-            "this machine has no accelerator",
-            where=f"flag {typed['num_processes'] if flag == 'gpu' else typed['multi_gpu']}",
-            do="pass --num_processes N to run N processes on the CPU",
+            _("this machine has no accelerator"),
+            where=_("flag {name}", name=typed["num_processes"] if flag == "gpu" else typed["multi_gpu"]),
+            do=_("pass --num_processes N to run N processes on the CPU"),
         )
     if num_accelerators == 0 and not resolved.value.cpu and _OF_ACCELERATORS.search(typed.get("num_processes", "")):
-        raise no_accelerator(f"{typed['num_processes']} requests accelerators", f"flag {typed['num_processes']}")
+        raise no_accelerator(
+            _("{typed} requests accelerators", typed=typed["num_processes"]),
+            _("flag {name}", name=typed["num_processes"]),
+        )
     named = 0 if slots is None else len(slots.of(num_accelerators, on_cpu=resolved.value.cpu))
     usable = named if named and num_accelerators else num_accelerators
     if flag in NUMBERS:
@@ -418,12 +432,20 @@ def _num_processes(
     if number is None:
         return max(1, num_accelerators)
     if 0 < usable < number:
-        what = f"this machine has {num_accelerators}" if slots is None else f"{slots.origin} names {usable}"
+        what = (
+            _("this machine has {num_accelerators}", num_accelerators=num_accelerators)
+            if slots is None
+            else f"{slots.origin} names {usable}"
+        )
         shown = num_accelerators if slots is None else usable
         raise ConfigError(
-            f"{number} processes, but {what} accelerator{'s' if shown != 1 else ''}",
+            _("{number} processes, but {what} accelerator{s}", number=number, what=what, s="s" if shown != 1 else ""),
             where=str(origin),
-            do=f"use at most {usable} process{'es' if usable != 1 else ''}, or pass --cpu to run all of them on the CPU",
+            do=_(
+                "use at most {usable} process{es}, or pass --cpu to run all of them on the CPU",
+                usable=usable,
+                es="es" if usable != 1 else "",
+            ),
         )
     return number
 
@@ -432,12 +454,14 @@ def _check_file_for_cpu(path: str | Path | None) -> None:
     """Raise an error if the config file requests accelerators; call this if the machine has none and ``--cpu`` was not given."""
     setting = None if path is None else find_accelerator_request(path)
     if setting is not None:
-        raise no_accelerator(f"distributed_type: {setting.value} requests accelerators", str(setting.origin))
+        raise no_accelerator(
+            _("distributed_type: {value} requests accelerators", value=setting.value), str(setting.origin)
+        )
 
 
 def _origin_of_number(request: _Request, slots: Slots | None) -> str:
     if "num_processes" in request.typed:
-        return f"flag {request.typed['num_processes']}"
+        return _("flag {name}", name=request.typed["num_processes"])
     resolved = request.resolved
     origin = resolved.origins["num_processes"]
     is_named = slots is not None and (resolved.value.num_processes is None or origin.source < slots.origin.source)
@@ -447,11 +471,13 @@ def _origin_of_number(request: _Request, slots: Slots | None) -> str:
 def _outputs(flags: Mapping[str, Any], num_processes: int) -> Outputs:
     tee, redirects = flags["tee"], flags["redirects"]
     if redirects is not None and flags["log_dir"] is None:
-        raise ConfigError("--redirects requires --log_dir", where="flag --redirects", do="add --log_dir DIR")
+        raise ConfigError(_("--redirects requires --log_dir"), where="flag --redirects", do=_("add --log_dir DIR"))
     debugged = flags["debugger"]
     if debugged is not None and debugged >= num_processes:
         raise ConfigError(
-            f"there is no rank {debugged}", where="flag --debugger", do=f"use a rank from 0 to {num_processes - 1}"
+            _("there is no rank {debugged}", debugged=debugged),
+            where="flag --debugger",
+            do=_("use a rank from 0 to {most}", most=num_processes - 1),
         )
     if tee is None and redirects is None:
         # The output of the other ranks goes to files, or at least gets a prefix, so that the debugger stays readable.
@@ -490,14 +516,18 @@ def _variables(request: _Request, processes: _Processes, plan: MultinodePlan | N
 
 def _print_notes(request: _Request, chosen_threads: str | None) -> None:
     if request.file is not None:
-        say(f"using settings from {request.file}; pass --config_file to use a different file")
+        say(_("using settings from {file}; pass --config_file to use a different file", file=request.file))
     for lost in request.resolved.shadowed:
         say(overridden(request.resolved, lost))
     if chosen_threads is not None and _is_first_time("omp-num-threads"):
         say(
-            f"OMP_NUM_THREADS={chosen_threads} for each process ({usable_cores()} usable cores), because processes that "
-            "each use all cores slow each other down; set OMP_NUM_THREADS or pass --num_cpu_threads_per_process N to change it "
-            "(this note is printed once per machine)"
+            _(
+                "OMP_NUM_THREADS={chosen_threads} for each process ({value} usable cores), because processes that "
+                "each use all cores slow each other down; set OMP_NUM_THREADS or pass --num_cpu_threads_per_process "
+                "N to change it (this note is printed once per machine)",
+                chosen_threads=chosen_threads,
+                value=usable_cores(),
+            )
         )
 
 
@@ -535,9 +565,9 @@ def _terminal_restored() -> Iterator[None]:
 
 def _report_interrupted(stop: Interrupted) -> int:
     error = LaunchError(
-        f"stopped by {signal.Signals(stop.number).name}: all processes have ended",
-        where=f"the launcher (process {os.getpid()})",
-        do="rerun the same command",
+        _("stopped by {name}: all processes have ended", name=signal.Signals(stop.number).name),
+        where=_("the launcher (process {getpid})", getpid=os.getpid()),
+        do=_("rerun the same command"),
     )
     say(error, kind="error")
     return EXIT_CODE if stop.number in SIGNALS else 128 + stop.number

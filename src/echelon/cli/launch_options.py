@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.cli.help.completion import complete_engines, complete_folders, complete_paths
 from echelon.cli.help.pages import option_name, spelled, write_groups
 from echelon.compat.unsupported import TPU_ALTERNATIVE
@@ -53,7 +54,7 @@ class _Setting(_Plain):
 
 def _settings(fields: str) -> Iterator[click.Option]:
     """Yield the option of each setting in ``fields``; ``gpu_ids=IDS`` names its value, where the type does not tell."""
-    for name, _, metavar in (entry.partition("=") for entry in fields.split()):
+    for name, _equals, metavar in (entry.partition("=") for entry in fields.split()):
         flags = [*BY_FIELD[name].flags, name]
         if name in _SWITCHES:
             yield _Setting(flags, is_flag=True)
@@ -443,7 +444,7 @@ def typed_flags(ctx: click.Context) -> dict[str, str]:
     names = {option: p.name for p in ctx.command.params for option in p.opts if p.name is not None}
     typed: dict[str, tuple[str, str]] = {}
     for i, token in enumerate(head):
-        flag, _, value = token.partition("=")
+        flag, _equals, value = token.partition("=")
         name = names.get(flag.replace("_", "-") if flag.startswith("--") else flag[:2])
         if name is None or ctx.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
             continue
@@ -457,9 +458,13 @@ def typed_flags(ctx: click.Context) -> dict[str, str]:
             and not isinstance(ctx.params[name], bool)
         ):
             raise ConfigError(
-                f"{before[0]} {before[1]} and {flag} {value} set the same setting to different values",
-                where=f"flags {before[0]}, {flag}",
-                do="remove one of them",
+                _(
+                    "{first} and {second} set the same setting to different values",
+                    first=" ".join(before),
+                    second=f"{flag} {value}",
+                ),
+                where=_("flags {names}", names=f"{before[0]}, {flag}"),
+                do=_("remove one of them"),
             )
         typed[name] = (flag, value)
     return {name: flag for name, (flag, _) in typed.items()}
@@ -473,26 +478,26 @@ def flag_layer(flags: Mapping[str, Any], typed: Mapping[str, str]) -> Layer:
     """
     for name, do in (
         ("tpu", TPU_ALTERNATIVE),
-        ("use_megatron_lm", "pass --use_fsdp or --use_deepspeed to shard the model"),
+        ("use_megatron_lm", N_("pass --use_fsdp or --use_deepspeed to shard the model")),
     ):
         if flags[name]:
-            what = "echelon does not run on TPUs" if name == "tpu" else "Megatron-LM is not supported"
-            raise ConfigError(what, where=f"flag {typed[name]}", do=do)
+            what = _("echelon does not run on TPUs") if name == "tpu" else _("Megatron-LM is not supported")
+            raise ConfigError(what, where=_("flag {name}", name=typed[name]), do=_(do))
     values = {key.field: (flags[key.field], typed[key.field]) for key in KEYS if key.field in typed}
     if flags["num_processes"] in NUMBERS:
         del values["num_processes"]  # resolved when the devices are known
     elif (number := flags["num_processes"]) is not None and not _is_positive(number):
         raise ConfigError(
-            f"{number!r} is not a valid number of processes",
-            where=f"flag {typed['num_processes']}",
-            do="pass a positive integer, auto, gpu or cpu",
+            _("{number!r} is not a valid number of processes", number=number),
+            where=_("flag {name}", name=typed["num_processes"]),
+            do=_("pass a positive integer, auto, gpu or cpu"),
         )
     if "num_machines" in values and (min_max := flags["num_machines"].split(":"))[1:]:
         values["num_machines"] = (min_max[-1], typed["num_machines"])  # torchrun's 1:4
     chosen = [name for name in _USE if flags[name]]
     if len(chosen) > 1:
         raise ConfigError(
-            "--use_fsdp and --use_deepspeed are mutually exclusive", where="flags", do="remove one of them"
+            _("--use_fsdp and --use_deepspeed are mutually exclusive"), where="flags", do=_("remove one of them")
         )
     if chosen:
         values["sharded_by"] = (_USE[chosen[0]], typed[chosen[0]])

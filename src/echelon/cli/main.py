@@ -13,6 +13,7 @@ import click
 from echelon._version import __version__
 from echelon.base.errors import ConfigError, EchelonError, UsageError
 from echelon.base.messages.terminal import has_colour, say
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.base.optional import explain_missing_torch
 from echelon.cli.help.click_errors import explain_click_error, unknown_command
 from echelon.cli.help.completion import words_normalized
@@ -20,27 +21,27 @@ from echelon.cli.help.pages import PageContext, page_colour, with_pages
 
 # Name -> (module, help line). A module is imported when its command is used; `echelon --help` imports none of them.
 _COMMANDS = {
-    "checkpoint": ("echelon.cli.checkpoint", "List, verify, show, merge, export and import checkpoints."),
-    "completion": ("echelon.cli.help.completion", "Turn on completion with the Tab key in bash, zsh or fish."),
-    "config": ("echelon.cli.config", "Create, show, convert and compare settings, with the origin of each value."),
-    "doctor": ("echelon.cli.doctor", "Show why a run stalled or failed: the stack and errors of each rank."),
-    "env": ("echelon.cli.env", "Show versions, platform and devices, for bug reports."),
-    "launch": ("echelon.cli.launch", "Run a script in one or more processes, on one or more machines."),
+    "checkpoint": ("echelon.cli.checkpoint", N_("List, verify, show, merge, export and import checkpoints.")),
+    "completion": ("echelon.cli.help.completion", N_("Turn on completion with the Tab key in bash, zsh or fish.")),
+    "config": ("echelon.cli.config", N_("Create, show, convert and compare settings, with the origin of each value.")),
+    "doctor": ("echelon.cli.doctor", N_("Show why a run stalled or failed: the stack and errors of each rank.")),
+    "env": ("echelon.cli.env", N_("Show versions, platform and devices, for bug reports.")),
+    "launch": ("echelon.cli.launch", N_("Run a script in one or more processes, on one or more machines.")),
     "merge-weights": (
         "echelon.cli.merge_weights",
-        "Write a checkpoint's weights to one file, with accelerate's options.",
+        N_("Write a checkpoint's weights to one file, with accelerate's options."),
     ),
-    "report": ("echelon.cli.report", "Write a page with plots of a run, or of several runs to compare."),
-    "runs": ("echelon.cli.runs", "List, show and compare recorded runs."),
-    "submit": ("echelon.cli.submit", "Submit a script as a Slurm or Kubernetes job."),
+    "report": ("echelon.cli.report", N_("Write a page with plots of a run, or of several runs to compare.")),
+    "runs": ("echelon.cli.runs", N_("List, show and compare recorded runs.")),
+    "submit": ("echelon.cli.submit", N_("Submit a script as a Slurm or Kubernetes job.")),
     "test": (
         "echelon.cli.test",
-        "Train a small model with multiple processes and compare the result with that of a single process.",
+        N_("Train a small model with multiple processes and compare the result with that of a single process."),
     ),
-    "token": ("echelon.cli.job_token", "Create the secret shared by the machines in a run."),
-    "tune": ("echelon.cli.tune", "Find the fastest settings for a script on this machine."),
-    "verify": ("echelon.cli.verify", "Show whether a script trains the same on several processes as on one."),
-    "watch": ("echelon.cli.watch", "Show what a run is doing: progress, rates, loss, and each rank."),
+    "token": ("echelon.cli.job_token", N_("Create the secret shared by the machines in a run.")),
+    "tune": ("echelon.cli.tune", N_("Find the fastest settings for a script on this machine.")),
+    "verify": ("echelon.cli.verify", N_("Show whether a script trains the same on several processes as on one.")),
+    "watch": ("echelon.cli.watch", N_("Show what a run is doing: progress, rates, loss, and each rank.")),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _
 
 
 @click.command("merge-weights")
@@ -25,5 +25,5 @@ def command(
 
     merge_fsdp_weights(checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)
     name = "pytorch_model.bin" if unsafe_serialization else "model.safetensors"
-    deleted = f", deleted {checkpoint_directory}" if remove_checkpoint_dir else ""
-    click.echo(translate(f"wrote {output_path}/{name}{deleted}"))
+    deleted = _(", deleted {folder}", folder=checkpoint_directory) if remove_checkpoint_dir else ""
+    click.echo(_("wrote {path}", path=f"{output_path}/{name}") + deleted)

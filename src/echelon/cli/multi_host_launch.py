@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.cli.launch_options import ARGV, flag_entries
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
@@ -74,23 +75,27 @@ def hosts_of(resolved: Resolved[RunConfig]) -> tuple[Host, ...] | None:
         return None  # the filter selects accelerators of this machine, see named_slots()
     if launcher is not None and launcher not in _BY_SSH:
         raise ConfigError(
-            f"launcher {launcher!r} is not supported",
+            _("launcher {launcher!r} is not supported", launcher=launcher),
             where=str(origins[_LAUNCHER]),
-            do="remove it to use ssh, or start the script directly with mpirun or srun; echelon detects their ranks"
+            do=_("remove it to use ssh, or start the script directly with mpirun or srun; echelon detects their ranks")
             if launcher in _OF_CLUSTERS
-            else "remove it, or set it to pdsh (uses ssh) or standard (you start the launcher on each machine)",
+            else _("remove it, or set it to pdsh (uses ssh) or standard (you start the launcher on each machine)"),
         )
     if _INCLUDE in given and _EXCLUDE in given:
         raise ConfigError(
-            "the inclusion and exclusion filters are mutually exclusive",
+            _("the inclusion and exclusion filters are mutually exclusive"),
             where=f"{origins[_INCLUDE]}, {origins[_EXCLUDE]}",
-            do="remove one of them",
+            do=_("remove one of them"),
         )
     if value.gpu_ids is not None:
         raise ConfigError(
-            f"gpu_ids={value.gpu_ids!r} selects accelerators on one machine, but {given[0]} names several machines",
+            _(
+                "gpu_ids={gpu_ids!r} selects accelerators on one machine, but {given} names several machines",
+                gpu_ids=value.gpu_ids,
+                given=given[0],
+            ),
             where=f"{origins['gpu_ids']}, {origins[given[0]]}",
-            do="use --include worker-0:0,1@worker-1:0,1",
+            do=_("use --include worker-0:0,1@worker-1:0,1"),
         )
     return _of_num_machines(_filtered(resolved, given), resolved, has_filter=given != [_HOSTFILE])
 
@@ -109,9 +114,12 @@ def _filtered(resolved: Resolved[RunConfig], given: Sequence[str]) -> tuple[Host
         return hosts
     if hosts is None:
         raise ConfigError(
-            f"the exclusion filter {value.deepspeed_exclusion_filter!r} requires a hostfile",
+            _(
+                "the exclusion filter {deepspeed_exclusion_filter!r} requires a hostfile",
+                deepspeed_exclusion_filter=value.deepspeed_exclusion_filter,
+            ),
             where=where[_EXCLUDE],
-            do="add --hostfile FILE, or use --include",
+            do=_("add --hostfile FILE, or use --include"),
         )
     return excluding(hosts, value.deepspeed_exclusion_filter, where=where[_EXCLUDE])
 
@@ -124,9 +132,13 @@ def _of_num_machines(hosts: tuple[Host, ...], resolved: Resolved[RunConfig], *, 
     # accelerate's file contains the number of all machines, the flag the number of machines to use.
     if number > len(hosts) or has_filter:
         raise ConfigError(
-            f"num_machines={number}, but the hostfile and the filters name {len(hosts)} machines",
+            _(
+                "num_machines={number}, but the hostfile and the filters name {num_hosts} machines",
+                number=number,
+                num_hosts=len(hosts),
+            ),
             where=str(origin),
-            do=f"set it to {len(hosts)}, or remove it",
+            do=_("set it to {num_hosts}, or remove it", num_hosts=len(hosts)),
         )
     return hosts[:number]
 

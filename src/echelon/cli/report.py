@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from echelon.base.errors import UsageError
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _
 from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_paths, complete_runs
 from echelon.report.run_folder import find_run, read_run
@@ -41,8 +41,8 @@ def command(runs: tuple[str, ...], output: str | None) -> None:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UsageError(
-            f"cannot write {path}: {error.strerror}",
+            _("cannot write {path}: {strerror}", path=path, strerror=error.strerror),
             where="flag --output" if output else "the run's folder",
-            do="pass a file that you can write: -o FILE",
+            do=_("pass a file that you can write: -o FILE"),
         ) from error
-    click.echo(translate(f"report: {printable(str(path.resolve()))}"))
+    click.echo(_("report: {path}", path=printable(str(path.resolve()))))

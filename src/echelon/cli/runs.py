@@ -11,11 +11,11 @@ import click
 
 from echelon.base.errors import UsageError
 from echelon.base.messages.terminal import align_columns, pad
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_folders, complete_runs
 from echelon.report.run_folder import RecordedRun, find_run, read_run, runs_below
-from echelon.status.run_files import DEFAULT_PARENT
+from echelon.status.run_files import DEFAULT_PARENT, event_text
 from echelon.status.strict_json import dumps
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def list_runs(folder: str, is_json: bool) -> None:
     if is_json:
         click.echo(dumps(rows, indent=2))
         return
-    head = ("run", "began", "took", "ranks", "steps", "last loss", "ended", "commit", "script and arguments")
-    table = [tuple(map(translate, head))]
+    head = (N_("run"), N_("began"), N_("took"), N_("ranks"), N_("steps"), N_("last loss"), N_("ended"), N_("commit"))
+    table = [(*map(_, head), _("script and arguments"))]
     for row in rows:
         arguments = shlex.join(map(str, row["arguments"] or []))
         table.append(
@@ -73,16 +73,16 @@ def list_runs(folder: str, is_json: bool) -> None:
                 format_time(row["began"]),
                 format_duration(row["duration_s"]),
                 _text(row["ranks"]),
-                translate(steps_text(row["step"], resumed_at=row["resumed_at"])),
+                steps_text(row["step"], resumed_at=row["resumed_at"]),
                 "-" if row["loss"] is None else f"{row['loss']:.4g}",
-                translate(row["outcome"]),
+                _(row["outcome"]),
                 row["commit"] or "-",
                 f"{row['script'] or '-'} {arguments}".rstrip(),
             )
         )
     _print_table(table)
     if any("+" in row[7] for row in table):
-        click.echo("\n" + translate("+ after a commit: there were uncommitted changes"))
+        click.echo("\n" + _("+ after a commit: there were uncommitted changes"))
 
 
 @command.command("show")
@@ -100,19 +100,17 @@ def show_run(folder: str) -> None:
     width = max((len(fact.name) for fact in facts), default=0) + 2
     for fact in facts:
         if fact.group != group:
-            click.echo(f"\n{translate(fact.group)}" if group else translate(fact.group))
+            click.echo("\n" * bool(group) + _(fact.group))
             group = fact.group
         name, (value,) = _translated(fact)
         click.echo(printable(f"  {pad(name, width)}{value}"))
     shown = [event for event in run.events if event.get("kind") != "checkpoint"][-_MAX_EVENTS:]
     if shown:
-        click.echo("\n" + translate("events"))
+        click.echo("\n" + _("events"))
     for event in shown:
-        click.echo(
-            printable(f"  {format_time(event['time'])}  {translate(str(event.get('text') or event.get('kind')))}")
-        )
-    page = f"a page with plots: echelon report {printable(shlex.quote(str(run.folder)))}"
-    click.echo(f"\n  {translate(page)}")
+        click.echo(printable(f"  {format_time(event['time'])}  {event_text(event)}"))
+    page = _("a page with plots: echelon report {folder}", folder=printable(shlex.quote(str(run.folder))))
+    click.echo(f"\n  {page}")
 
 
 _MAX_EVENTS = 20
@@ -133,9 +131,11 @@ def compare(folders: tuple[str, ...]) -> None:
         paths = runs_below(parent)[-2:]
         if len(paths) < 2:
             raise UsageError(
-                f"{parent} contains {'one run' if paths else 'no run'}, and a comparison needs two",
+                _("{parent} contains one run, and a comparison needs two", parent=parent)
+                if paths
+                else _("{parent} contains no run, and a comparison needs two", parent=parent),
                 where=str(parent.absolute()),
-                do="pass two run folders, or a folder that contains at least two runs",
+                do=_("pass two run folders, or a folder that contains at least two runs"),
             )
     runs = [read_run(path) for path in paths]
     facts = compare_runs(runs, [_series(run) for run in runs])
@@ -143,20 +143,20 @@ def compare(folders: tuple[str, ...]) -> None:
     table: list[tuple[str, ...]] = [("", *(run.name for run in runs))]
     for fact in facts:
         if fact.group != group:
-            table.append((translate(fact.group), *[""] * len(runs)))
+            table.append((_(fact.group), *[""] * len(runs)))
             group = fact.group
         mark = " " if fact.is_equal else "*"
         name, values = _translated(fact)
         table.append((f" {mark} {name}", *values))
     _print_table(table)
-    click.echo("\n" + translate("* differs"))
+    click.echo("\n" + _("* differs"))
 
 
 def _translated(fact: ComparedFact) -> tuple[str, tuple[str, ...]]:
     """Return the name and the values in the user's language, unless they are names in the program."""
     if fact.group in ("versions", "settings"):
         return fact.name, fact.values
-    return translate(fact.name), tuple(map(translate, fact.values)) if fact.group == "results" else fact.values
+    return _(fact.name), tuple(map(_, fact.values)) if fact.group == "results" else fact.values
 
 
 def _series(run: RecordedRun) -> StepSeries | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import click
 
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
 
 
@@ -19,5 +20,5 @@ def stoppable(ctx: click.Context) -> Iterator[Interrupts]:
         with handle_signals() as interrupts:
             yield interrupts
     except Interrupted as stop:
-        say(f"stopped by {signal.Signals(stop.number).name}; all processes have ended")
+        say(_("stopped by {name}; all processes have ended", name=signal.Signals(stop.number).name))
         ctx.exit(128 + stop.number)

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from echelon.base.errors import ConfigError, LaunchError
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.schedulers.kubernetes import PodJob, objects, token_secret
 from echelon.launch.schedulers.slurm_script import BatchJob, batch_script
 from echelon.launch.script import Script, check
@@ -124,9 +124,9 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     launch_args, grace = _launch_args(ctx, flags)
     if flags["direct"] and launch_args:
         raise ConfigError(
-            "--launch_args requires echelon launch, which --direct does not use",
+            _("--launch_args requires echelon launch, which --direct does not use"),
             where="flags",
-            do="remove one of them",
+            do=_("remove one of them"),
         )
     folder = Path(flags["log_dir"]).absolute()
     job = BatchJob(
@@ -151,9 +151,9 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     text = batch_script(job)
     if "%" in (flags["output"] or ""):
         raise ConfigError(
-            f"{flags['output']}: --output names the file for the batch script and cannot contain %",
+            _("{flags}: --output names the file for the batch script and cannot contain %", flags=flags["output"]),
             where="flag --output",
-            do="set the job's output folder with --log_dir DIR",
+            do=_("set the job's output folder with --log_dir DIR"),
         )
     _one_of(flags, "dry_run", "output")
     if flags["dry_run"] or flags["output"]:
@@ -163,10 +163,11 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     answer = _run(
         ["sbatch", "--parsable"],
         text,
-        "on a login node of the cluster, or pass --dry_run to print the script without submitting it",
+        _("run this on a login node of the cluster, or pass --dry_run to print the script without submitting it"),
     )
     number = answer.strip().partition(";")[0]
-    click.echo(translate(f"submitted job {number}; its output goes to {folder}/{job.name}-{number}.out"))
+    path = f"{folder}/{job.name}-{number}.out"
+    click.echo(_("submitted job {number}; its output goes to {path}", number=number, path=path))
 
 
 @command.command("kubernetes", params=[*_COMMON], context_settings=_SETTINGS)
@@ -298,7 +299,9 @@ def _script(script: str, args: tuple[str, ...], flags: dict[str, Any]) -> Script
 def _one_of(flags: dict[str, Any], one: str, other: str) -> None:
     if flags[one] and flags[other]:
         raise ConfigError(
-            f"--{one} and --{other} are mutually exclusive", where=f"flags --{one}, --{other}", do="remove one of them"
+            _("--{one} and --{other} are mutually exclusive", one=one, other=other),
+            where=f"flags --{one}, --{other}",
+            do=_("remove one of them"),
         )
 
 
@@ -306,9 +309,9 @@ def _processes(flags: dict[str, Any]) -> int:
     processes, gpus = flags["nproc_per_node"], flags["gpus_per_node"]
     if processes is not None and gpus and processes > gpus:
         raise ConfigError(
-            f"{processes} processes per machine were requested, but only {gpus} GPUs",
+            _("{processes} processes per machine were requested, but only {gpus} GPUs", processes=processes, gpus=gpus),
             where="flags --nproc_per_node, --gpus_per_node",
-            do="use at most one process per GPU",
+            do=_("use at most one process per GPU"),
         )
     return int(processes or gpus or 1)
 
@@ -320,7 +323,11 @@ def _variables(flags: dict[str, Any]) -> dict[str, str]:
 def _pair(text: str, sign: str, flag: str) -> tuple[str, str]:
     name, found, value = text.partition(sign)
     if not found or not name:
-        raise ConfigError(f"{text!r} has no {sign!r}", where=f"flag {flag}", do=f"use NAME{sign}VALUE")
+        raise ConfigError(
+            _("{text!r} has no {sign!r}", text=text, sign=sign),
+            where=_("flag {name}", name=flag),
+            do=_("use NAME{sign}VALUE", sign=sign),
+        )
     return name, value
 
 
@@ -332,9 +339,9 @@ def _launch_args(ctx: click.Context, flags: dict[str, Any]) -> tuple[tuple[str, 
     parsed = launch.make_context("launch", [*words, "SCRIPT"], parent=ctx)
     if parsed.params["script"] != "SCRIPT":
         raise ConfigError(
-            f"{parsed.params['script']!r} is not a flag of echelon launch",
+            _("{params!r} is not a flag of echelon launch", params=parsed.params["script"]),
             where="flag --launch_args",
-            do="pass the script's arguments after SCRIPT",
+            do=_("pass the script's arguments after SCRIPT"),
         )
     return tuple(words), float(parsed.params["preemption_grace"])
 
@@ -348,7 +355,7 @@ def _show(text: str, file: str | None) -> None:
         click.echo(text, nl=False)
     else:
         Path(file).write_text(text, encoding="utf-8")
-        click.echo(translate(f"wrote {file}"), err=True)
+        click.echo(_("wrote {file}", file=file), err=True)
 
 
 def _run(argv: list[str], text: str, advice: str) -> str:
@@ -356,16 +363,21 @@ def _run(argv: list[str], text: str, advice: str) -> str:
     program = argv[0]
     if shutil.which(program) is None:
         raise LaunchError(
-            f"{program} is not installed on this machine",
-            where=f"PATH of {os.uname().nodename}",
-            do=f"run this {advice}",
+            _("{program} is not installed on this machine", program=program),
+            where=_("PATH of {nodename}", nodename=os.uname().nodename),
+            do=advice,
         )
     done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         output = done.stderr.strip() or done.stdout.strip() or "no output"
         raise LaunchError(
-            f"{program} failed (exit code {done.returncode}): {output}",
+            _(
+                "{program} failed (exit code {returncode}): {output}",
+                program=program,
+                returncode=done.returncode,
+                output=output,
+            ),
             where=shlex.join(argv),
-            do=f"fix the problem that {program} reports",
+            do=_("fix the problem that {program} reports", program=program),
         )
     return done.stdout

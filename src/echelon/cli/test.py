@@ -16,7 +16,7 @@ import click
 from tqdm import tqdm
 
 from echelon.base.errors import ConfigError, UsageError
-from echelon.base.messages.translation import translate, translate_lines
+from echelon.base.messages.translation import gettext as _, in_english
 from echelon.cli import launch
 from echelon.cli.env import system, versions
 from echelon.cli.stoppable import stoppable
@@ -65,7 +65,9 @@ def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | No
     output = output or Path(time.strftime("echelon-test-%Y%m%d-%H%M%S.json"))
     if not output.parent.is_dir():
         raise ConfigError(
-            f"the folder {output.parent} does not exist", where="flag --output", do="create it, or pass another path"
+            _("the folder {parent} does not exist", parent=output.parent),
+            where="flag --output",
+            do=_("create it, or pass another path"),
         )
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="echelon-test-"))
@@ -79,8 +81,12 @@ def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | No
         if not results.failed:  # otherwise it contains the output of the processes
             shutil.rmtree(folder)
     _write(output, layout, results.records, seconds=time.monotonic() - began)
-    verdict = f"failed: {', '.join(results.failed)}" if results.failed else "every check passed"
-    click.echo(translate(f"{verdict} ({time.monotonic() - began:.1f} s); results: {output}"))
+    verdict = _("every check passed")
+    if results.failed:
+        verdict = _("failed: {names}", names=", ".join(results.failed))
+    click.echo(
+        _("{verdict} ({s:.1f} s); results: {output}", verdict=verdict, s=time.monotonic() - began, output=output)
+    )
     ctx.exit(1 if results.failed else 0)
 
 
@@ -101,7 +107,9 @@ def _write(path: Path, layout: Sequence[str], records: Sequence[Mapping[str, Any
         write_evidence(path, document)
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {error.strerror}", where="flag --output", do="pass a writable path"
+            _("cannot write {path}: {strerror}", path=path, strerror=error.strerror),
+            where="flag --output",
+            do=_("pass a writable path"),
         ) from error
 
 
@@ -118,9 +126,9 @@ def _check_flags(ctx: click.Context, layout: Sequence[str]) -> None:
     context = launch.command.make_context("launch", [*layout, "-m", _PROGRAM], parent=ctx.parent)
     if context.params["script"] != _PROGRAM:
         raise UsageError(
-            f"echelon test runs its own program, not {context.params['script']!r}",
+            _("echelon test runs its own program, not {params!r}", params=context.params["script"]),
             where="echelon test",
-            do="remove it; to run a script, use echelon launch",
+            do=_("remove it; to run a script, use echelon launch"),
         )
 
 
@@ -175,14 +183,16 @@ class _Results:
         """Record and print a result."""
         now = time.monotonic()
         seconds, self._since, self._current = now - self._since, now, None
-        record = {**asdict(one), "figures": dict(one.figures), "seconds": round(seconds, 2)}
+        text, do = one.shown or (one.text, one.do)
+        record = {**in_english(asdict(one)), "figures": dict(one.figures), "seconds": round(seconds, 2)}
+        del record["shown"]
         if one.passed is not False:
             del record["do"]
         self.records.append(record)
         mark = "-" if one.passed is None else self._marks[one.passed]
-        self._write(f"{mark} {one.name:<9}  {translate(one.text)}  ({seconds:.1f} s)")
+        self._write(f"{mark} {one.name:<9}  {text}  ({seconds:.1f} s)")
         if one.passed is False:
-            self._write(f"             {translate_lines(f'do: {one.do}')}")
+            self._write("             " + _("do: {do}", do=do))
         for line in _table(one.figures.get("collectives", ())):
             self._write(f"    {line}")
         self._bar.update()
@@ -190,13 +200,13 @@ class _Results:
     def add_failure(self, code: int, output: Path) -> None:
         """Record that a launch failed with ``code``, and print the last lines of its output, which include the launcher's report."""
         lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-        what = f"the processes exited with code {code}"
+        what = _("the processes exited with code {code}", code=code)
         self.add(
             CheckFinding(
                 name=self.current,
                 passed=False,
                 text=what,
-                do=f"see the report below; the complete output is in {output}",
+                do=_("see the report below; the complete output is in {output}", output=output),
             )
         )
         for line in lines[-_SHOWN_LINES:]:
@@ -216,7 +226,7 @@ def _table(collectives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         cell = f"{convert_bytes(one['size_bytes'])}: {one['seconds'] * 1e6:.0f} us{'' if is_latency else speed}"
         by_name.setdefault(one["name"], []).append(cell)
     if by_name:
-        yield translate("time per call, and algorithm (and bus) bandwidth in GB/s, for each message size")
+        yield _("time per call, and algorithm (and bus) bandwidth in GB/s, for each message size")
     for name, cells in by_name.items():
         yield f"{name:<14}  {'  '.join(f'{cell:<32}' for cell in cells)}".rstrip()
 
@@ -246,9 +256,9 @@ def _run(layout: Sequence[str], folder: Path, results: _Results, interrupts: Int
     if code != 0:
         return results.add_failure(code, output)
     if not results.records:
-        do = "run echelon test on a machine that is part of the run"
+        do = _("run echelon test on a machine that is part of the run")
         results.add(
-            CheckFinding(name="world", passed=False, text="none of the run's processes is on this machine", do=do)
+            CheckFinding(name="world", passed=False, text=_("none of the run's processes is on this machine"), do=do)
         )
     elif "bitwise" not in results.names:
         alone = inherited(without=lambda name: name.startswith(_OF_LAYOUT) or is_of_rank(name))

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from echelon.base.errors import UsageError
 from echelon.base.messages.terminal import align_columns, say
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _
 from echelon.cli.help.completion import complete_paths
 from echelon.cli.stoppable import stoppable
 from echelon.launch.script import Script, check
@@ -51,7 +51,9 @@ def command(ctx: click.Context, script: str, args: tuple[str, ...], *, seconds: 
     make it write to a temporary folder.
     """
     if not Path(script).is_file():
-        raise UsageError(f"{script} is not a file", where="SCRIPT", do="pass the path of a Python script")
+        raise UsageError(
+            _("{script} is not a file", script=script), where="SCRIPT", do=_("pass the path of a Python script")
+        )
     check(Script(kind="script", target=script, args=()))
     from echelon.tune.candidates import candidates  # noqa: PLC0415 - torch and numpy, which --help does not need
 
@@ -102,30 +104,30 @@ def _print(
 ) -> None:
     from echelon.tune.measure import relative_loss  # noqa: PLC0415 - numpy
 
-    rows = [tuple(map(translate, ("setting", "step", "samples/s", "faster", "memory", "loss differs")))]
+    rows = [(_("setting"), _("step"), _("samples/s"), _("faster"), _("memory"), _("loss differs"))]
     default = found[0]
     for one in found:
-        name = translate(one.candidate.name)
+        name = one.candidate.name
         if one.failure:
-            rows.append((name, "-", "-", "-", "-", translate(one.failure)))
+            rows.append((name, "-", "-", "-", "-", one.failure))
             continue
         difference = relative_loss(one, default)
         gain = "-" if default.failure else f"{_rate(one) / _rate(default):.2f}x"
-        loss = translate("other batches") if difference is None else f"{difference:.1%}"
+        loss = _("other batches") if difference is None else f"{difference:.1%}"
         rate = f"{one.samples_per_s:,.0f}" if one.samples_per_s > 0 else "-"
         memory = "-" if math.isnan(one.memory_mb) else f"{one.memory_mb:,.0f} MB"
         rows.append((name, f"{one.step_ms:.2f} ms", rate, gain, memory, loss))
     for line in align_columns(rows):
         click.echo(line)
     for left in skipped:
-        click.echo(translate(f"not tried: {left.name}, because {left.reason}"))
+        click.echo(_("not tried: {left}, because {reason}", left=left.name, reason=left.reason))
     if best is None:
-        say("no setting could be measured")
+        say(_("no setting could be measured"))
     elif best is default:
-        click.echo(translate("the default is the fastest, or as fast as any other"))
+        click.echo(_("the default is the fastest, or as fast as any other"))
     else:
         command = shlex.join(["echelon", "launch", *best.candidate.flags, script, *args])
-        click.echo(translate(f"fastest: {command}"))
+        click.echo(_("fastest: {command}", command=command))
 
 
 def _json(found: Sequence[TriedRun], skipped: Sequence[Skipped], best: TriedRun | None) -> dict[str, Any]:

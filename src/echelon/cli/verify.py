@@ -17,6 +17,7 @@ from tqdm import tqdm
 from echelon.base.cores import usable_cores
 from echelon.base.errors import UsageError
 from echelon.base.messages.terminal import has_colour, say
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_folders, complete_paths
 from echelon.cli.help.pages import option_name, spelled, write_groups
@@ -42,9 +43,12 @@ GROUPS = MappingProxyType(
 )
 """Heading of ``--help`` -> the parameters below it."""
 _EXAMPLES = (
-    ("echelon verify train.py --lr 0.1", "Is training on two processes the same as on one?"),
-    ("echelon verify --procs 1,2,4 --engines ddp,zero1,fsdp2 train.py", "The same for other layouts:"),
-    ("echelon verify --against plain.py ddp.py", "Is a script with DistributedDataParallel the same as a plain one?"),
+    ("echelon verify train.py --lr 0.1", N_("Is training on two processes the same as on one?")),
+    ("echelon verify --procs 1,2,4 --engines ddp,zero1,fsdp2 train.py", N_("The same for other layouts:")),
+    (
+        "echelon verify --against plain.py ddp.py",
+        N_("Is a script with DistributedDataParallel the same as a plain one?"),
+    ),
 )
 _MAX_WIDTH = 110
 _PIPE_WIDTH = 100
@@ -173,35 +177,41 @@ def _check(script: str, flags: dict[str, Any]) -> None:
         if path is None:
             continue
         if not Path(path).is_file():
-            raise UsageError(f"{path} is not a file", where=name, do="pass the path of a Python script")
+            raise UsageError(_("{path} is not a file", path=path), where=name, do=_("pass the path of a Python script"))
         check(Script(kind="script", target=path, args=()))
     if flags["against"] is not None and flags["against_run"] is not None:
         raise UsageError(
-            "--against and --against_run are mutually exclusive",
+            _("--against and --against_run are mutually exclusive"),
             where="flags --against, --against_run",
-            do="remove one of them",
+            do=_("remove one of them"),
         )
     after = flags["resume_after"]
     if after is not None and after >= flags["steps"]:
         raise UsageError(
-            f"the run ends after {flags['steps']} steps, before it could be resumed after step {after}",
+            _(
+                "the run ends after {flags} steps, before it could be resumed after step {after}",
+                flags=flags["steps"],
+                after=after,
+            ),
             where="flag --resume_after",
-            do=f"pass --steps {2 * after}",
+            do=_("pass --steps {number}", number=2 * after),
         )
     if flags["resume_args"] and after is None:
         raise UsageError(
-            "--resume_args is set without --resume_after", where="flag --resume_args", do="add --resume_after N"
+            _("--resume_args is set without --resume_after"), where="flag --resume_args", do=_("add --resume_after N")
         )
 
 
 def _empty(folder: Path) -> Path:
     if folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty", where="flag --keep", do="pass a new folder")
+        raise UsageError(_("{folder} is not empty", folder=folder), where="flag --keep", do=_("pass a new folder"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"cannot create {folder}: {error.strerror}", where="flag --keep", do="pass a folder that you can write"
+            _("cannot create {folder}: {strerror}", folder=folder, strerror=error.strerror),
+            where="flag --keep",
+            do=_("pass a folder that you can write"),
         ) from error
     return folder.resolve()
 
@@ -258,7 +268,9 @@ def _show(found: Verification, flags: dict[str, Any]) -> None:
             path.write_text(render_verification(found), encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"cannot write {path}: {error.strerror}", where="flag --html", do="pass a file that you can write"
+                _("cannot write {path}: {strerror}", path=path, strerror=error.strerror),
+                where="flag --html",
+                do=_("pass a file that you can write"),
             ) from error
     if flags["json"]:
         click.echo(dumps(found.as_json(), indent=2))
@@ -300,7 +312,9 @@ class _Bars:
     def finish(self, run: LayoutRun) -> None:
         """Print one line for a run that has ended, where no bar can be shown."""
         if not sys.stderr.isatty():
-            ending = "could not run" if run.failure is not None else f"{run.num_updates} updates"
+            ending = (
+                "could not run" if run.failure is not None else _("{num_updates} updates", num_updates=run.num_updates)
+            )
             say(f"{run.request.name}: {ending}, {run.seconds:.1f} s")
 
     def close(self) -> None:

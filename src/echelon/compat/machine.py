@@ -9,6 +9,7 @@ import socket
 import subprocess
 from typing import Any
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.versions import at_least
 from echelon.base.warnings import warn
 from echelon.compat.probes import (
@@ -121,8 +122,11 @@ def check_os_kernel() -> None:
     match = re.match(r"\d+\.\d+(\.\d+)?", info.release)
     if info.system == "Linux" and match and not at_least(match[0], "5.5.0"):
         warn(
-            f"the Linux kernel is {match[0]}, but collectives may hang on kernels before 5.5.0; if they do, upgrade "
-            "the kernel"
+            _(
+                "the Linux kernel is {match}, but collectives may hang on kernels before 5.5.0; if they do, upgrade "
+                "the kernel",
+                match=match[0],
+            )
         )
 
 

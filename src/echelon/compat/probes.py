@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from echelon.base import environ
 from echelon.base.errors import MissingExtraError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import install_command, is_available
 from echelon.base.versions import at_least
 from echelon.compat import reexports
@@ -285,7 +286,11 @@ def _requires(
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not is_installed():
             raise MissingExtraError(
-                f"{func.__name__} requires the package {package!r}, which is not installed",
+                _(
+                    "{func} requires the package {package!r}, which is not installed",
+                    func=func.__name__,
+                    package=package,
+                ),
                 do=install_command(extra),
             )
         return func(*args, **kwargs)

@@ -10,6 +10,7 @@ from importlib.util import module_from_spec
 from typing import Any, NoReturn
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 
 TPU_ALTERNATIVE = (
     "train on CPUs or on accelerators that torch.accelerator supports (CUDA, ROCm, XPU, NPU, MPS), or implement an "
@@ -144,4 +145,4 @@ def _raising_function(name: str, do: str) -> Callable[..., NoReturn]:
 
 
 def _error(name: str, do: str) -> UsageError:
-    return UsageError(f"{name} is not supported by this version of echelon", do=do)
+    return UsageError(_("{name} is not supported by this version of echelon", name=name), do=do)

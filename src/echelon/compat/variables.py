@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 
 T = TypeVar("T")
@@ -28,7 +29,8 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     word = value.lower()
     if word not in _TRUE | _FALSE:
         raise ConfigError(
-            f"{value!r} is not a valid boolean value", do="use one of y, yes, t, true, on, 1, n, no, f, false, off, 0"
+            _("{value!r} is not a valid boolean value", value=value),
+            do=_("use one of y, yes, t, true, on, 1, n, no, f, false, off, 0"),
         )
     return word in _TRUE if to_bool else int(word in _TRUE)
 
@@ -66,7 +68,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         try:
             value = int(text)
         except ValueError:
-            raise ConfigError(f"{key}={text!r} is not an integer", where=f"env {key}", do="set an integer") from None
+            raise ConfigError(f"{key}={text!r} is not an integer", where=f"env {key}", do=_("set an integer")) from None
         if value >= 0:
             return value
     return default
@@ -110,8 +112,11 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         if not name or not value or set(name + value) & set(";\n<> "):
             # Only the name is shown, because the value may be a secret.
             warn(
-                f"skipping the variable {name!r}, because its name or value is empty or contains one of `;`, `<`, "
-                "`>`, space, newline"
+                _(
+                    "skipping the variable {name!r}, because its name or value is empty or contains one of `;`, `<`, "
+                    "`>`, space, newline",
+                    name=name,
+                )
             )
         else:
             lines.append(f"{name}={value}\n")

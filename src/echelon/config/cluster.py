@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.config.derive import derive
 from echelon.config.files import find_config_file, from_file
 from echelon.config.resolve import resolve
@@ -91,7 +92,7 @@ def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
     """
     path = config_file if config_file is not None else find_config_file()
     if path is None:
-        raise ConfigError("no config file found", do="pass a path, or run echelon config to create a file")
+        raise ConfigError(_("no config file found"), do=_("pass a path, or run echelon config to create a file"))
     values = chosen(derive(resolve(RunConfig, [from_file(path)])))
     known = {field.name for field in fields(ClusterConfig)}
     return ClusterConfig(**{name: value for name, value in for_accelerate(values).items() if name in known})

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import ConfigError, MissingExtraError
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.optional import install_command, is_available
 from echelon.config.documents import DocumentEntry, read
 from echelon.config.key_table import BY_FIELD, KEYS
@@ -32,8 +33,8 @@ _TAKES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _SECTION = MappingProxyType({"fsdp": "fsdp_config", "deepspeed": "deepspeed_config"})
 _HOW = MappingProxyType(
     {
-        "fsdp_config": "add --use_fsdp, or distributed_type: FSDP",
-        "deepspeed_config": "add --use_deepspeed, or distributed_type: DEEPSPEED",
+        "fsdp_config": N_("add --use_fsdp, or distributed_type: FSDP"),
+        "deepspeed_config": N_("add --use_deepspeed, or distributed_type: DEEPSPEED"),
     }
 )
 # The optional package that an engine needs; the extra has the same name.
@@ -85,7 +86,13 @@ def derive(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
     return Resolved(
         value=replace(value, **{name: found for name, (found, _) in derived.items()}),
         origins=MappingProxyType(
-            {**origins, **{name: Origin(SettingSource.DERIVED, f"from {why}") for name, (_, why) in derived.items()}}
+            {
+                **origins,
+                **{
+                    name: Origin(SettingSource.DERIVED, _("from {setting}", setting=why))
+                    for name, (_value, why) in derived.items()
+                },
+            }
         ),
         shadowed=resolved.shadowed,
     )
@@ -99,7 +106,7 @@ def with_engine(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
     alone = value.num_processes == 1
     why = "num_processes" if alone or value.sharded_by is None else "sharded_by"
     engine = "single" if alone else _BY_SHARDING.get(value.sharded_by or "", "ddp")
-    origin = Origin(SettingSource.DERIVED, f"from {why}, {origins[why]}")
+    origin = Origin(SettingSource.DERIVED, _("from {setting}, {origin}", setting=why, origin=origins[why]))
     return replace(resolved, value=replace(value, engine=engine), origins={**origins, "engine": origin})
 
 
@@ -136,7 +143,7 @@ def check_installed(resolved: Resolved[RunConfig], script: Path | None) -> None:
     if any(name in source for name in others):
         return
     raise MissingExtraError(
-        f"engine={engine!r} requires the package {package!r}, which is not installed",
+        _("engine={engine!r} requires the package {package!r}, which is not installed", engine=engine, package=package),
         where=str(resolved.origins["engine" if value.engine else "sharded_by"]),
         do=" or ".join(
             [
@@ -151,20 +158,23 @@ def _check_offered(resolved: Resolved[RunConfig]) -> None:
     value, origins = resolved.value, resolved.origins
     if value.fp8_backend not in (None, "AO", "NO"):
         raise ConfigError(
-            f"fp8_backend={value.fp8_backend!r} is not supported; torchao (AO) is the only supported fp8 library",
+            _(
+                "fp8_backend={fp8_backend!r} is not supported; torchao (AO) is the only supported fp8 library",
+                fp8_backend=value.fp8_backend,
+            ),
             where=str(origins["fp8_backend"]),
-            do="set fp8_backend to AO, and remove the settings of other fp8 libraries",
+            do=_("set fp8_backend to AO, and remove the settings of other fp8 libraries"),
         )
     if value.engine is not None and value.engine not in _TAKES:
         others = {point.name for point in entry_points(group="echelon.engines")}
         if value.engine not in others:
             near = get_close_matches(value.engine, [*_TAKES, *others], n=1)
             raise ConfigError(
-                f"unknown engine {value.engine!r}",
+                _("unknown engine {engine!r}", engine=value.engine),
                 where=str(origins["engine"]),
-                do=f"did you mean {near[0]!r}?"
+                do=_("did you mean {near!r}?", near=near[0])
                 if near
-                else f"set engine to one of {', '.join([*_TAKES, *sorted(others)])}",
+                else _("set engine to one of {names}", names=", ".join([*_TAKES, *sorted(others)])),
             )
 
 
@@ -177,9 +187,19 @@ def _check_engine(resolved: Resolved[RunConfig]) -> None:
     if value.zero_stage is not None and section_in_use(resolved) == BY_FIELD["zero_stage"].section:
         detail = "zero_stage"
     raise ConfigError(
-        f"{detail}={getattr(value, detail)!r} (from {origins[detail]}) and engine={value.engine!r} (from "
-        f"{origins['engine']}) contradict each other",
-        do=f"remove engine, or remove sharded_by={value.sharded_by!r} (from {origins['sharded_by']})",
+        _(
+            "{detail}={value!r} (from {origins}) and engine={engine!r} (from {other}) contradict each other",
+            detail=detail,
+            value=getattr(value, detail),
+            origins=origins[detail],
+            engine=value.engine,
+            other=origins["engine"],
+        ),
+        do=_(
+            "remove engine, or remove sharded_by={sharded_by!r} (from {origins})",
+            sharded_by=value.sharded_by,
+            origins=origins["sharded_by"],
+        ),
     )
 
 
@@ -210,16 +230,26 @@ def check_sections(resolved: Resolved[RunConfig]) -> None:
 def _check_json(resolved: Resolved[RunConfig], path: str, world_size: int | None) -> None:
     origin = resolved.origins["deepspeed_config_file"]
     if not Path(path).is_file():
-        raise ConfigError(f"the DeepSpeed config file {path} does not exist", where=str(origin), do="correct the path")
+        raise ConfigError(
+            _("the DeepSpeed config file {path} does not exist", path=path), where=str(origin), do=_("correct the path")
+        )
     entries = {".".join(entry.keys): entry for entry in read(path)}
     for name, other in _IN_JSON.items():
         entry, value = entries.get(other), getattr(resolved.value, name)
         if entry is None or entry.value == "auto" or not given(resolved, name) or _same(entry.value, value):
             continue
         raise ConfigError(
-            f"{name}={value!r} (from {resolved.origins[name]}) and {other}={entry.value!r} (from file "
-            f"{entry.place}) contradict each other",
-            do=f'remove one of them, or set {other} to "auto" in {path}',
+            _(
+                "{name}={value!r} (from {origins}) and {other}={entry_value!r} (from file {place}) contradict each "
+                "other",
+                name=name,
+                value=value,
+                origins=resolved.origins[name],
+                other=other,
+                entry_value=entry.value,
+                place=entry.place,
+            ),
+            do=_('remove one of them, or set {other} to "auto" in {path}', other=other, path=path),
         )
     if world_size is not None:
         _check_batch(entries, world_size, str(resolved.origins["num_processes"]))
@@ -239,8 +269,16 @@ def _check_batch(entries: Mapping[str, DocumentEntry], world_size: int, processe
     whole, micro, steps = (numbers[name].value for name in names)
     if whole != micro * steps * world_size:
         raise ConfigError(
-            f"train_batch_size={whole} (from file {numbers[names[0]].place}) is not equal to "
-            f"train_micro_batch_size_per_gpu={micro} x "
-            f"gradient_accumulation_steps={steps} x {world_size} processes (from {processes}) = {micro * steps * world_size}",
-            do='set train_batch_size to "auto", or change one of these three numbers',
+            _(
+                "train_batch_size={whole} (from file {place}) is not equal to train_micro_batch_size_per_gpu={micro} "
+                "x gradient_accumulation_steps={steps} x {world_size} processes (from {processes}) = {product}",
+                whole=whole,
+                place=numbers[names[0]].place,
+                micro=micro,
+                steps=steps,
+                world_size=world_size,
+                processes=processes,
+                product=micro * steps * world_size,
+            ),
+            do=_('set train_batch_size to "auto", or change one of these three numbers'),
         )

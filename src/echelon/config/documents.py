@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 
 if TYPE_CHECKING:
     from yaml import Node
@@ -39,17 +40,22 @@ def read(path: str | Path) -> list[DocumentEntry]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the config file {path}: {error.strerror}", do="check the path") from error
+        raise ConfigError(
+            _("cannot read the config file {path}: {strerror}", path=path, strerror=error.strerror),
+            do=_("check the path"),
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid UTF-8: {error}", do="save it as UTF-8") from error
+        raise ConfigError(
+            _("{path} is not valid UTF-8: {error}", path=path, error=error), do=_("save it as UTF-8")
+        ) from error
     entries = _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
     seen: dict[tuple[str, ...], str] = {}
     for entry in entries:
         if entry.keys in seen:
             raise ConfigError(
-                f"{'.'.join(entry.keys)} is set twice",
+                _("{keys} is set twice", keys=".".join(entry.keys)),
                 where=f"file {seen[entry.keys]} and {entry.place}",
-                do="remove one of the two",
+                do=_("remove one of the two"),
             )
         seen[entry.keys] = entry.place
     return entries
@@ -69,12 +75,15 @@ def _read_yaml(path: Path, text: str) -> list[DocumentEntry]:
     except (yaml.YAMLError, ValueError) as error:
         kind = "JSON" if is_json else "YAML"
         raise ConfigError(
-            f"{path} is not valid {kind}: {error}", do="fix the file at the position named above"
+            _("{path} is not valid {kind}: {error}", path=path, kind=kind, error=error),
+            do=_("fix the file at the position named above"),
         ) from error
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode) or not isinstance(data, dict):
-        raise ConfigError(f"{path} does not contain a mapping of settings", do="write lines of the form `name: value`")
+        raise ConfigError(
+            _("{path} does not contain a mapping of settings", path=path), do=_("write lines of the form `name: value`")
+        )
     return list(_flat(path, root, data, ()))
 
 
@@ -85,10 +94,12 @@ def _flat(path: Path, node: Node, data: dict[Any, Any], keys: tuple[str, ...]) -
         name = str(key.value)
         if name not in values:  # `<<: *other`, or a name that YAML does not parse as text (`on: 1`)
             raise ConfigError(
-                f"{name!r} is not a valid setting name",
+                _("{name!r} is not a valid setting name", name=name),
                 where=f"file {path}:{key.start_mark.line + 1}",
-                do="write each setting explicitly, without YAML merge keys (<<) or names that YAML parses as true or "
-                "false",
+                do=_(
+                    "write each setting explicitly, without YAML merge keys (<<) or names that YAML parses as true or "
+                    "false"
+                ),
             )
         value = values[name]
         here = (*keys, name)
@@ -107,7 +118,8 @@ def _read_toml(path: Path, text: str) -> list[DocumentEntry]:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"{path} is not valid TOML: {error}", do="fix the file at the position named above"
+            _("{path} is not valid TOML: {error}", path=path, error=error),
+            do=_("fix the file at the position named above"),
         ) from error
     lines = _lines_of_toml(text)
 

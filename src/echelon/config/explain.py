@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from echelon.base.messages.terminal import align_columns
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.config.documents import read
-from echelon.config.origin import Origin
 from echelon.config.resolve import Resolved, Shadowed
 from echelon.config.schema import RunConfig, field_names
 
@@ -28,21 +27,24 @@ def show_changed(resolved: Resolved[RunConfig]) -> str:
 
 def overridden(resolved: Resolved[RunConfig], lost: Shadowed) -> str:
     """Return a sentence about a value that is not used, because a source with a higher precedence set another one."""
-    return f"{lost.name}={getattr(resolved.value, lost.name)!r} (from {lost.winner}) overrides {lost.value!r} (from {lost.origin})"
+    return _(
+        "{lost}={value!r} (from {winner}) overrides {lost_value!r} (from {origin})",
+        lost=lost.name,
+        value=getattr(resolved.value, lost.name),
+        winner=lost.winner,
+        lost_value=lost.value,
+        origin=lost.origin,
+    )
 
 
 def _rows_of(resolved: Resolved[RunConfig], names: Sequence[str]) -> str:
     rows = []
     for name in names:
         lost = [(s.value, s.origin) for s in resolved.shadowed if s.name == name]
-        notes = [translate(f"overrides {value!r} from {_shown(origin)}") for value, origin in lost]
+        notes = [_("overrides {value!r} from {origin}", value=value, origin=origin) for value, origin in lost]
         note = f"  ({', '.join(notes)})" if notes else ""
-        rows.append((name, repr(getattr(resolved.value, name)), f"{_shown(resolved.origins[name])}{note}"))
+        rows.append((name, repr(getattr(resolved.value, name)), f"{resolved.origins[name]}{note}"))
     return _table(rows)
-
-
-def _shown(origin: Origin) -> str:
-    return translate(str(origin))
 
 
 def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
@@ -50,19 +52,19 @@ def show_json(path: str, resolved: Resolved[RunConfig]) -> str:
     rows = []
     for entry in read(path):
         name = ".".join(entry.keys)
-        note = f"  ({translate(f'filled in from {_filled(name, resolved)}')})" if entry.value == "auto" else ""
-        rows.append((name, repr(entry.value), translate(f"file {entry.place}") + note))
+        note = _("  (filled in from {source})", source=_filled(name, resolved)) if entry.value == "auto" else ""
+        rows.append((name, repr(entry.value), _("file {name}", name=entry.place) + note))
     return _table(rows)
 
 
 # Sources of "auto" values that are not settings.
 _FILLED = MappingProxyType(
     {
-        "train_micro_batch_size_per_gpu": "the DataLoader's batch size",
-        "train_batch_size": "micro-batch size x gradient accumulation steps x number of processes",
-        "zero_optimization.reduce_bucket_size": "the model's hidden size h: h x h",
-        "zero_optimization.stage3_prefetch_bucket_size": "the model's hidden size h: 0.9 x h x h",
-        "zero_optimization.stage3_param_persistence_threshold": "the model's hidden size h: 10 x h",
+        "train_micro_batch_size_per_gpu": N_("the DataLoader's batch size"),
+        "train_batch_size": N_("micro-batch size x gradient accumulation steps x number of processes"),
+        "zero_optimization.reduce_bucket_size": N_("the model's hidden size h: h x h"),
+        "zero_optimization.stage3_prefetch_bucket_size": N_("the model's hidden size h: 0.9 x h x h"),
+        "zero_optimization.stage3_param_persistence_threshold": N_("the model's hidden size h: 10 x h"),
     }
 )
 _SETTINGS = MappingProxyType(
@@ -81,8 +83,8 @@ _SETTINGS = MappingProxyType(
 
 def _filled(name: str, resolved: Resolved[RunConfig]) -> str:
     if (field := _SETTINGS.get(name)) is not None:
-        return f"{field}={getattr(resolved.value, field)!r}, {_shown(resolved.origins[field])}"
-    return _FILLED.get(name, "the objects that the script passes to prepare()")
+        return f"{field}={getattr(resolved.value, field)!r}, {resolved.origins[field]}"
+    return _(_FILLED.get(name, N_("the objects that the script passes to prepare()")))
 
 
 def differences(first: Resolved[RunConfig], second: Resolved[RunConfig]) -> str:
@@ -91,7 +93,7 @@ def differences(first: Resolved[RunConfig], second: Resolved[RunConfig]) -> str:
     for name in field_names(RunConfig):
         values = [repr(getattr(resolved.value, name)) for resolved in (first, second)]
         if values[0] != values[1]:
-            origins = [_shown(resolved.origins[name]) for resolved in (first, second)]
+            origins = [str(resolved.origins[name]) for resolved in (first, second)]
             rows.append((name, f"{values[0]} ({origins[0]})", f"{values[1]} ({origins[1]})"))
     return _table(rows)
 

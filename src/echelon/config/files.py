@@ -9,6 +9,7 @@ from typing import Any
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.config.documents import DocumentEntry, read
 from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
@@ -141,7 +142,7 @@ def _add(layer: dict[str, Setting], entry: DocumentEntry) -> None:
         known = "NO" if value is False else str(value).upper()  # YAML reads an unquoted NO as false
         if known not in _TYPES:
             do = TPU_ALTERNATIVE if known in ("TPU", "XLA") else _MEGATRON if known == "MEGATRON_LM" else None
-            raise _unsupported(entry, do=do or f"use one of {', '.join(_TYPES)}")
+            raise _unsupported(entry, do=do or _("use one of {types}", types=", ".join(_TYPES)))
         if (sets := _TYPES[known]) is not None:
             layer.setdefault(
                 sets[0], Setting(sets[1], Origin(SettingSource.FILE, f"{entry.place} (distributed_type: {value})"))
@@ -199,8 +200,8 @@ def _is_default(field: str, value: Any) -> bool:
 
 def _unsupported(entry: DocumentEntry, *, do: str) -> ConfigError:
     return ConfigError(
-        f"{'.'.join(entry.keys)}: {entry.value} is not supported by echelon",
-        where=f"file {entry.place}",
+        _("{keys}: {value} is not supported by echelon", keys=".".join(entry.keys), value=entry.value),
+        where=_("file {name}", name=entry.place),
         do=do,
     )
 
@@ -211,7 +212,9 @@ def _unknown(entry: DocumentEntry, names: Any) -> ConfigError:
     if not near and len(entry.keys) > 1:  # a known name in the wrong section
         near = [f"{BY_FIELD[name].section or 'top level'}: {name}" for name in BY_FIELD if name == entry.keys[-1]]
     return ConfigError(
-        f"unknown setting {'.'.join(entry.keys)!r}",
-        where=f"file {entry.place}",
-        do=f"did you mean {near[0]!r}?" if near else "see docs/configuration.md for the names of all settings",
+        _("unknown setting {keys!r}", keys=".".join(entry.keys)),
+        where=_("file {name}", name=entry.place),
+        do=_("did you mean {near!r}?", near=near[0])
+        if near
+        else _("see docs/configuration.md for the names of all settings"),
     )

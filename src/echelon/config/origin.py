@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
+
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 
 
 class SettingSource(IntEnum):
@@ -18,6 +21,21 @@ class SettingSource(IntEnum):
     CODE = 5
 
 
+_TEXTS = MappingProxyType(
+    {
+        SettingSource.DEFAULT: N_("default {name}"),
+        SettingSource.DERIVED: N_("derived {name}"),
+        SettingSource.FILE: N_("file {name}"),
+        SettingSource.ENV: N_("env {name}"),
+        SettingSource.FLAG: N_("flag {name}"),
+        SettingSource.CODE: N_("code {name}"),
+    }
+)
+
+
+_ALONE = MappingProxyType({SettingSource.DEFAULT: N_("default"), SettingSource.DERIVED: N_("derived")})
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """A setting's source, and the flag, variable, file line or argument that set it."""
@@ -26,7 +44,11 @@ class Origin:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.source.name.lower()} {self.detail}".rstrip()
+        return (
+            _(_TEXTS[self.source], name=self.detail)
+            if self.detail
+            else _(_ALONE.get(self.source, self.source.name.lower()))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from echelon.base.errors import ConfigError
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _
 from echelon.config.schema import RunConfig, coerce, field_types
 
 
@@ -16,16 +16,19 @@ def ask_settings() -> dict[str, Any]:
         EOFError: standard input ended.
     """
     values: dict[str, Any] = {}
-    _put(values, "cpu", "Train on the CPU even if accelerators are available? (yes, no)", "no")
-    _put(values, "num_processes", "How many processes? (none: one per accelerator)", "none")
-    _put(values, "mixed_precision", "Which precision? (no, fp16, bf16, fp8)", "no")
-    _put(values, "sharded_by", "Shard the model across the processes? (none, fsdp, deepspeed)", "none")
+    _put(values, "cpu", _("Train on the CPU even if accelerators are available? (yes, no)"), "no")
+    _put(values, "num_processes", _("How many processes? (none: one per accelerator)"), "none")
+    _put(values, "mixed_precision", _("Which precision? (no, fp16, bf16, fp8)"), "no")
+    _put(values, "sharded_by", _("Shard the model across the processes? (none, fsdp, deepspeed)"), "none")
     {"fsdp": _ask_fsdp, "deepspeed": _ask_deepspeed}.get(values["sharded_by"], _ask_nothing)(values)
     _put(
-        values, "gradient_accumulation_steps", "How many micro-batches per optimizer step (gradient accumulation)?", "1"
+        values,
+        "gradient_accumulation_steps",
+        _("How many micro-batches per optimizer step (gradient accumulation)?"),
+        "1",
     )
-    if ask_yes_no("Compile models with torch.compile?", default=False):
-        _put(values, "dynamo_backend", "Which backend? (inductor, aot_eager, cudagraphs, ...)", "inductor")
+    if ask_yes_no(_("Compile models with torch.compile?"), default=False):
+        _put(values, "dynamo_backend", _("Which backend? (inductor, aot_eager, cudagraphs, ...)"), "inductor")
     default = RunConfig()
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
@@ -41,13 +44,17 @@ def _ask_nothing(values: dict[str, Any]) -> None:
 
 def _ask_fsdp(values: dict[str, Any]) -> None:
     values["fsdp_version"] = 2
-    _put(values, "fsdp_reshard_after_forward", "Reshard parameters after the forward pass (ZeRO-3)? (yes, no)", "yes")
-    _put(values, "fsdp_offload_params", "Offload parameters and optimizer states to the CPU? (yes, no)", "no")
+    _put(
+        values, "fsdp_reshard_after_forward", _("Reshard parameters after the forward pass (ZeRO-3)? (yes, no)"), "yes"
+    )
+    _put(values, "fsdp_offload_params", _("Offload parameters and optimizer states to the CPU? (yes, no)"), "no")
     _put(
         values,
         "fsdp_transformer_layer_cls_to_wrap",
-        "Which layer classes should be wrapped as FSDP units? (comma-separated class names; none: use the "
-        "model's own list)",
+        _(
+            "Which layer classes should be wrapped as FSDP units? (comma-separated class names; none: use the "
+            "model's own list)"
+        ),
         "none",
     )
     if values["fsdp_transformer_layer_cls_to_wrap"] is not None:
@@ -55,19 +62,19 @@ def _ask_fsdp(values: dict[str, Any]) -> None:
 
 
 def _ask_deepspeed(values: dict[str, Any]) -> None:
-    _put(values, "deepspeed_config_file", "Path to the DeepSpeed JSON file? (or none)", "none")
+    _put(values, "deepspeed_config_file", _("Path to the DeepSpeed JSON file? (or none)"), "none")
     if values["deepspeed_config_file"] is not None:
         return
     _put(values, "zero_stage", "Which ZeRO stage? (0, 1, 2, 3)", "2")
-    _put(values, "offload_optimizer_device", "Offload optimizer states? (none, cpu, nvme)", "none")
+    _put(values, "offload_optimizer_device", _("Offload optimizer states? (none, cpu, nvme)"), "none")
     if values["zero_stage"] == 3:
-        _put(values, "offload_param_device", "Offload parameters? (none, cpu, nvme)", "none")
-        _put(values, "zero3_init_flag", "Shard models during construction? (yes, no)", "no")
-        _put(values, "zero3_save_16bit_model", "Gather the full weights when the model is saved? (yes, no)", "yes")
+        _put(values, "offload_param_device", _("Offload parameters? (none, cpu, nvme)"), "none")
+        _put(values, "zero3_init_flag", _("Shard models during construction? (yes, no)"), "no")
+        _put(values, "zero3_save_16bit_model", _("Gather the full weights when the model is saved? (yes, no)"), "yes")
     for kind in ("optimizer", "param"):
         if values.get(f"offload_{kind}_device") == "nvme":
-            _put(values, f"offload_{kind}_nvme_path", "Offload to which folder?", "/nvme")
-    _put(values, "gradient_clipping", "What is the maximum gradient norm? (none: no clipping)", "none")
+            _put(values, f"offload_{kind}_nvme_path", _("Offload to which folder?"), "/nvme")
+    _put(values, "gradient_clipping", _("What is the maximum gradient norm? (none: no clipping)"), "none")
 
 
 def _put(values: dict[str, Any], field: str, question: str, default: str) -> None:
@@ -76,8 +83,8 @@ def _put(values: dict[str, Any], field: str, question: str, default: str) -> Non
 
 def _answer(question: str, default: str, kinds: tuple[object, ...], name: str) -> Any:
     while True:
-        text = input(f"{translate(question)} [{default}]: ").strip() or default
+        text = input(f"{question} [{default}]: ").strip() or default
         try:
-            return coerce(kinds, name, text, where="the answer")
+            return coerce(kinds, name, text, where=_("the answer"))
         except ConfigError as error:
-            print(f"{translate(error.what)}; {translate(error.do or '')}")
+            print(f"{error.what}; {error.do or ''}")

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.schema import coerce, field_names, field_types
 
@@ -68,8 +69,15 @@ def resolve(schema: type[T], layers: Iterable[Layer], *, strict: bool = False) -
     if strict and shadowed:
         lost = shadowed[0]
         raise ConfigError(
-            f"{lost.name} is set twice: {best[lost.name].value!r} (from {lost.winner}) and {lost.value!r} (from {lost.origin})",
-            do="remove one of them, or omit --strict",
+            _(
+                "{lost} is set twice: {value!r} (from {winner}) and {lost_value!r} (from {origin})",
+                lost=lost.name,
+                value=best[lost.name].value,
+                winner=lost.winner,
+                lost_value=lost.value,
+                origin=lost.origin,
+            ),
+            do=_("remove one of them, or omit --strict"),
         )
     value = schema(**{name: setting.value for name, setting in best.items()})
     origins = {name: best[name].origin if name in best else Origin(SettingSource.DEFAULT) for name in names}
@@ -83,7 +91,7 @@ def _resolved(value: T, origins: Mapping[str, Origin], shadowed: tuple[Shadowed,
 def _unknown(name: str, origin: Origin, names: tuple[str, ...]) -> ConfigError:
     near = get_close_matches(name, names, n=1)
     return ConfigError(
-        f"unknown setting {name!r}",
+        _("unknown setting {name!r}", name=name),
         where=str(origin),
-        do=f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(names)}",
+        do=_("did you mean {near!r}?", near=near[0]) if near else _("known settings: {names}", names=", ".join(names)),
     )

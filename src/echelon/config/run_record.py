@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.resolve import Resolved, Shadowed, resolve
 from echelon.config.schema import RunConfig
@@ -41,13 +42,13 @@ def of_run(folder: str | Path) -> Resolved[RunConfig]:
         )
     except OSError as error:
         raise ConfigError(
-            f"{folder} is not a run folder, because {path.name} is missing",
-            do="pass the folder of a run (echelon launch writes to ./echelon-runs, or to --log_dir)",
+            _("{folder} is not a run folder, because {path} is missing", folder=folder, path=path.name),
+            do=_("pass the folder of a run (echelon launch writes to ./echelon-runs, or to --log_dir)"),
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is not a valid record of a run's settings: {error}",
-            do="pass the folder of a run (echelon launch writes to ./echelon-runs, or to --log_dir)",
+            _("{path} is not a valid record of a run's settings: {error}", path=path, error=error),
+            do=_("pass the folder of a run (echelon launch writes to ./echelon-runs, or to --log_dir)"),
         ) from error
     resolved = resolve(RunConfig, [layer])
     return Resolved(value=resolved.value, origins=resolved.origins, shadowed=shadowed)

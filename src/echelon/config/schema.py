@@ -12,6 +12,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 
 Precision = Literal["no", "fp16", "bf16", "fp8"]
 DynamoBackendName = Literal[
@@ -277,10 +278,12 @@ def coerce(kinds: tuple[object, ...], name: str, value: object, *, where: str) -
             if found:
                 _check_range(name, typed, where)
                 return typed
-    do = f"set {name} to {_describe(kinds)}"
+    do = _("set {name} to {kinds}", name=name, kinds=_describe(kinds))
     if isinstance(value, str) and "$" in value:
         do += "; its shell variable was not expanded, because the value was in single quotes or in a config file"
-    raise ConfigError(f"{name}={value!r} is not {_describe(kinds)}", where=where, do=do)
+    raise ConfigError(
+        _("{name}={value!r} is not {kinds}", name=name, value=value, kinds=_describe(kinds)), where=where, do=do
+    )
 
 
 _MOST = {"main_process_port": 65535}
@@ -289,11 +292,19 @@ _MOST = {"main_process_port": 65535}
 def _check_range(name: str, value: object, where: str) -> None:
     least = _LEAST.get(name)
     if least is not None and isinstance(value, (int, float)) and value < least:
-        kind = "an integer" if isinstance(value, int) else "a number"
-        raise ConfigError(f"{name}={value} is below {least}", where=where, do=f"set it to {kind} of at least {least}")
+        kind = _("an integer") if isinstance(value, int) else _("a number")
+        raise ConfigError(
+            _("{name}={value} is below {least}", name=name, value=value, least=least),
+            where=where,
+            do=_("set it to {kind} of at least {least}", kind=kind, least=least),
+        )
     most = _MOST.get(name)
     if most is not None and isinstance(value, int) and value > most:
-        raise ConfigError(f"{name}={value} is above {most}", where=where, do=f"set it to an integer of at most {most}")
+        raise ConfigError(
+            _("{name}={value} is above {most}", name=name, value=value, most=most),
+            where=where,
+            do=_("set it to an integer of at most {most}", most=most),
+        )
 
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
@@ -339,10 +350,10 @@ def _describe(kinds: tuple[object, ...]) -> str:
     words = []
     for kind in kinds:
         if get_origin(kind) is Literal:
-            words.append("one of " + ", ".join(str(choice) for choice in get_args(kind)))
+            words.append(_("one of {names}", names=", ".join(str(choice) for choice in get_args(kind))))
         else:
-            words.append(_WORDS[kind])  # type: ignore[index]
-    return " or ".join(words)
+            words.append(_(_WORDS[kind]))  # type: ignore[index]
+    return _(" or ").join(words)
 
 
 def _types(schema: type) -> Mapping[str, tuple[object, ...]]:
@@ -351,4 +362,10 @@ def _types(schema: type) -> Mapping[str, tuple[object, ...]]:
 
 
 _TYPES = MappingProxyType(_types(RunConfig))  # computed once, because it takes 2 ms
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "none"}
+_WORDS = {
+    int: N_("an integer"),
+    float: N_("a number"),
+    bool: N_("true or false"),
+    str: N_("text"),
+    NoneType: N_("none"),
+}

@@ -12,6 +12,7 @@ from typing import Any
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.config.key_table import BY_FIELD, KEYS, OTHER_VARIABLES, USE, own_variable
 from echelon.config.origin import Origin, Setting, SettingSource
@@ -76,17 +77,25 @@ def from_environment() -> Layer:
             if field not in layer or variable == own_variable(field):  # echelon's variable takes precedence
                 layer[field] = Setting(text, Origin(SettingSource.ENV, variable))
             if field.startswith("parallelism_config_") and variable == own_variable(field):
-                uses_layout = Setting(True, Origin(SettingSource.DERIVED, f"from {field}, env {variable}"))
+                uses_layout = Setting(
+                    True,
+                    Origin(
+                        SettingSource.DERIVED,
+                        _("from {setting}, {origin}", setting=field, origin=_("env {name}", name=variable)),
+                    ),
+                )
                 layer.setdefault("use_parallelism_config", uses_layout)
         elif variable in USE:
-            use += [variable] if coerce((bool,), variable, text, where=f"env {variable}") else []
+            use += [variable] if coerce((bool,), variable, text, where=_("env {name}", name=variable)) else []
         elif variable not in OTHER_VARIABLES:
             for prefix in _PREFIXES[:2]:
                 _refuse_misspelled(variable, prefix)
     if use and "sharded_by" not in layer:
         if len(use) > 1:
             raise ConfigError(
-                f"{' and '.join(use)} are both true", where=f"env {', '.join(use)}", do="set one of them to false"
+                _("{use} are both true", use=" and ".join(use)),
+                where=_("env {name}", name=", ".join(use)),
+                do=_("set one of them to false"),
             )
         layer["sharded_by"] = Setting(USE[use[0]], Origin(SettingSource.ENV, use[0]))
     return layer
@@ -109,9 +118,13 @@ def _refuse_misspelled(name: str, prefix: str) -> None:
     end = name.removeprefix(prefix)
     if name.startswith(prefix) and end not in ends and (near := _nearest(end, ends)):
         raise ConfigError(
-            f"unknown variable {name}",
-            where=f"env {name}",
-            do=f"did you mean {prefix}{near}? Your program's own variables must not have the prefix {prefix}",
+            _("unknown variable {name}", name=name),
+            where=_("env {name}", name=name),
+            do=_(
+                "did you mean {prefix}{near}? Your program's own variables must not have the prefix {prefix}",
+                prefix=prefix,
+                near=near,
+            ),
         )
 
 
@@ -176,9 +189,13 @@ def decode(text: str) -> Layer:
         }
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{CONFIG_VARIABLE} does not contain a configuration written by echelon launch: {error}",
-            where=f"env {CONFIG_VARIABLE}",
-            do=f"unset {CONFIG_VARIABLE}; only echelon launch may set it",
+            _(
+                "{config_variable} does not contain a configuration written by echelon launch: {error}",
+                config_variable=CONFIG_VARIABLE,
+                error=error,
+            ),
+            where=_("env {name}", name=CONFIG_VARIABLE),
+            do=_("unset {config_variable}; only echelon launch may set it", config_variable=CONFIG_VARIABLE),
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _
 from echelon.config.derive import given
 from echelon.config.files import own_file
 from echelon.config.key_table import BY_FIELD, KEYS, SECTIONS
@@ -70,18 +70,19 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     """
     path = own_file() if save_location is None else Path(save_location)
     if path.exists():
-        print(translate(f"{path} already exists and was not changed; pass another save_location to write a new file"))
+        print(_("{path} already exists and was not changed; pass another save_location to write a new file", path=path))
         return False
     precision = mixed_precision.lower()
     if precision not in get_args(Precision):
         raise ConfigError(
-            f"unknown mixed_precision={mixed_precision!r}", do=f"pass one of {', '.join(get_args(Precision))}"
+            _("unknown mixed_precision={mixed_precision!r}", mixed_precision=mixed_precision),
+            do=_("pass one of {precision}", precision=", ".join(get_args(Precision))),
         )
     count = num_devices()
     values = {"mixed_precision": precision, "num_processes": max(1, count), "cpu": count == 0}
     write(path, values)
     how = "" if save_location is None else f" --config_file {path}"
-    print(translate(f"wrote {path}; launch with: echelon launch{how} SCRIPT"))
+    print(_("wrote {path}; launch with: echelon launch{how} SCRIPT", path=path, how=how))
     return path
 
 
@@ -111,14 +112,18 @@ def write_mapping(path: Path, data: Mapping[str, Any], *, suffix: str | None = N
 
         text = yaml.safe_dump(data)
     else:
-        raise ConfigError(f"{path}: unknown file format", do="use a file name that ends in .toml, .yaml or .json")
+        raise ConfigError(
+            _("{path}: unknown file format", path=path), do=_("use a file name that ends in .toml, .yaml or .json")
+        )
     if comment and suffix != ".json":
         text = f"# {comment}\n{text}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", do="pass another path") from error
+        raise ConfigError(
+            _("cannot write {path}: {strerror}", path=path, strerror=error.strerror), do=_("pass another path")
+        ) from error
 
 
 def unknown_to_accelerate(values: Mapping[str, Any]) -> list[str]:

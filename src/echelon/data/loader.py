@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from echelon.base.errors import DesyncError
 from echelon.base.lengths import length_of
+from echelon.base.messages.translation import gettext as _
 from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import ActiveLoaders, LoaderOptions, PassFacts
@@ -269,10 +270,14 @@ class PreparedLoader(DataLoader[Any]):
         self._has_trimmed = True
         idle = ", ".join(str(rank) for rank, num in enumerate(last.real) if num == 0)
         warn(
-            f"an evaluation step has only {sum(last.real)} samples for {len(last.real)} processes, so rank(s) "
-            f"{idle} received a padding sample; summing per-batch results counts it twice. Call "
-            "accelerator.gather_for_metrics(...) or "
-            "accelerator.trim_for_metrics(...) before summing"
+            _(
+                "an evaluation step has only {real} samples for {num_real} processes, so rank(s) {idle} received a "
+                "padding sample; summing per-batch results counts it twice. Call accelerator.gather_for_metrics(...) "
+                "or accelerator.trim_for_metrics(...) before summing",
+                real=sum(last.real),
+                num_real=len(last.real),
+                idle=idle,
+            )
         )
 
     def require_every_rank(self, operation: str) -> None:
@@ -289,11 +294,20 @@ class PreparedLoader(DataLoader[Any]):
         ended = [rank for rank, size in enumerate(last.sizes) if size == 0]
         names = f"rank {ended[0]}" if len(ended) == 1 else f"ranks {', '.join(map(str, ended))}"
         raise DesyncError(
-            f"{operation} in step {self.num_given} of this pass would hang, because {names} ended after at most "
-            f"{self.num_given - 1} batches; the ranks have different numbers of batches "
-            f"(even_batches={self.even_batches})",
+            _(
+                "{operation} in step {num_given} of this pass would hang, because {names} ended after at most "
+                "{count} batches; the ranks have different numbers of batches (even_batches={even_batches})",
+                operation=operation,
+                num_given=self.num_given,
+                names=names,
+                count=self.num_given - 1,
+                even_batches=self.even_batches,
+            ),
             where="the prepared DataLoader",
-            do="set even_batches=True or drop_last=True, or run the loop inside accelerator.join_uneven_inputs([model])",
+            do=_(
+                "set even_batches=True or drop_last=True, or run the loop inside "
+                "accelerator.join_uneven_inputs([model])"
+            ),
         )
 
     def refuse_short_window(self, operation: str, *, micro_step: int, num_steps: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import PassFacts
@@ -363,8 +364,13 @@ class BatchPosition(PassPosition):
         is_iterable = isinstance(self.original.dataset, IterableDataset)
         if is_iterable and not self.is_stateful and self.world.is_rank_zero:
             warn(
-                f"{num_batches} batches of iterable data were read again to resume after them, which took {seconds:.1f} s. "
-                "DataLoaderConfiguration(use_stateful_dataloader=True) avoids this if the dataset has state_dict and load_state_dict"
+                _(
+                    "{num_batches} batches of iterable data were read again to resume after them, which took "
+                    "{seconds:.1f} s. DataLoaderConfiguration(use_stateful_dataloader=True) avoids this if the dataset "
+                    "has state_dict and load_state_dict",
+                    num_batches=num_batches,
+                    seconds=seconds,
+                )
             )
 
 

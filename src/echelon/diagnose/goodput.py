@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.status.board import Mark, StepPart, Times
 
 _ITEM_OF = MappingProxyType(
@@ -22,7 +23,10 @@ _ITEM_OF = MappingProxyType(
     }
 )
 _GOOD = ("compute", "communication")
-ITEMS = (*_GOOD, "program", "data wait", "checkpoint", "init", "detection", "restart", "lost steps", "end")
+ITEMS = (
+    *(N_("compute"), N_("communication"), N_("program"), N_("data wait"), N_("checkpoint"), N_("init")),
+    *(N_("detection"), N_("restart"), N_("lost steps"), N_("end")),
+)
 """The items of the breakdown."""
 
 
@@ -81,11 +85,24 @@ class TimeBreakdown:
         return goodput_of(self.seconds, wall_s=self.wall_s)
 
     def __str__(self) -> str:
-        items = ", ".join(f"{item} {s:.1f} s" for item, s in self.seconds.items() if s >= 0.05)
-        restarts = f"; {self.num_restarts} restart{'s' if self.num_restarts > 1 else ''}" if self.num_restarts else ""
+        items = _(", ").join(f"{_(item)} {s:.1f} s" for item, s in self.seconds.items() if s >= 0.05)
+        restarts = ""
+        if self.num_restarts:
+            restarts = _("; {number} restart{s}", number=self.num_restarts, s="s" if self.num_restarts > 1 else "")
         if self.goodput is None:  # the program's time may be useful or not, so that no percentage could be compared
-            return f"time {self.wall_s:.1f} s, not divided, because no training loop was recorded: {items}{restarts}"
-        return f"goodput {self.goodput:.1%} of {self.wall_s:.1f} s: {items}{restarts}"
+            return _(
+                "time {wall_s:.1f} s, not divided, because no training loop was recorded: {items}{restarts}",
+                wall_s=self.wall_s,
+                items=items,
+                restarts=restarts,
+            )
+        return _(
+            "goodput {goodput:.1%} of {wall_s:.1f} s: {items}{restarts}",
+            goodput=self.goodput,
+            wall_s=self.wall_s,
+            items=items,
+            restarts=restarts,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the breakdown as JSON data that ``from_json`` accepts."""

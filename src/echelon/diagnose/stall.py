@@ -8,6 +8,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TypeAlias, final
 
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.diagnose.collectives import Divergence, History, first_divergence
 from echelon.status.board import Doing, Phase, StatusNote, StepPart, Times, Watch
 from echelon.status.call_site import CallSite, is_user_file
@@ -20,14 +21,14 @@ _WORK_S = 0.5
 """A process without a heartbeat counts as working if it has used this many CPU seconds since the last check."""
 _MAX_LINES = 8
 _LONG_PHASES = frozenset({Phase.SAVE, Phase.LOAD})
-_SEEN_PHASES = ("compiling", "importing")
+_SEEN_PHASES = (N_("compiling"), N_("importing"))
 """Phases that the reporter recognizes in the stack. The program records the other phases."""
 _PARTS = MappingProxyType(
     {
-        StepPart.FORWARD: "forward pass",
-        StepPart.BACKWARD: "backward pass",
-        StepPart.COMMUNICATION: "communication",
-        StepPart.OTHER: "outside the model",
+        StepPart.FORWARD: N_("forward pass"),
+        StepPart.BACKWARD: N_("backward pass"),
+        StepPart.COMMUNICATION: N_("communication"),
+        StepPart.OTHER: N_("outside the model"),
     }
 )
 _PhaseKey: TypeAlias = tuple[str, int]
@@ -40,15 +41,15 @@ LONG_FACTOR = 10
 class Class(Enum):
     """The kind of stall."""
 
-    STOPPED = "a stopped process"
-    SILENT = "a rank that does not answer"
-    UNEVEN = "uneven data"
-    OTHER_OPERATION = "different collectives"
-    OTHER_SHAPE = "different shapes"
-    MISSING = "a missing rank"
-    LONG = "a phase that takes too long"
-    SLOW = "slow, but alive"
-    UNKNOWN = "unknown"
+    STOPPED = N_("a stopped process")
+    SILENT = N_("a rank that does not answer")
+    UNEVEN = N_("uneven data")
+    OTHER_OPERATION = N_("different collectives")
+    OTHER_SHAPE = N_("different shapes")
+    MISSING = N_("a missing rank")
+    LONG = N_("a phase that takes too long")
+    SLOW = N_("slow, but alive")
+    UNKNOWN = N_("unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class RankView:
         A stopped rank's declaration persists; ``StallClock.declared`` checks whether the rank is alive.
         """
         if self.watch is not None and self.watch.doing & Doing.ENDED:
-            return "exiting after the end of its program"
+            return N_("exiting after the end of its program")
         if self.waits:
             return ""
         if self.watch is not None and self.watch.doing & (Doing.COMPILES | Doing.IMPORTS):
@@ -95,7 +96,7 @@ class RankView:
         if self.note is None:
             return ""
         if self.note.slow:
-            return f'in slow("{self.note.slow}")'
+            return _('in slow("{slow}")', slow=self.note.slow)
         return str(self.note.phase) if self.note.phase in _LONG_PHASES else ""
 
     @property
@@ -160,9 +161,9 @@ class Stall:
         by_text: dict[str, list[int]] = {}
         for rank, text in sorted(self.ranks.items(), key=lambda item: (item[0] not in self.culprits, item[0])):
             by_text.setdefault(text, []).append(rank)
-        lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+        lines = [_("{ranks}: {state}", ranks=name_ranks(ranks), state=text) for text, ranks in by_text.items()]
         surplus = len(lines) - _MAX_LINES
-        return [*lines[:_MAX_LINES], f"and {surplus} more"] if surplus > 0 else lines
+        return [*lines[:_MAX_LINES], _("and {surplus} more", surplus=surplus)] if surplus > 0 else lines
 
 
 @dataclass(slots=True)
@@ -344,43 +345,64 @@ def diagnose(
     def stall(kind: Class, culprits: Sequence[int], what: str, do: str) -> Stall:
         return Stall(kind=kind, culprits=tuple(culprits), what=what, ranks=texts, do=do, waited_s=waited)
 
-    waiters = f", and {name_ranks([v.rank for v in waiting])} wait{'s' if len(waiting) == 1 else ''} for other ranks"
-    waiters = waiters if waiting else ""
+    waiters = ""
+    if waiting:
+        ranks = name_ranks([view.rank for view in waiting])
+        waiters = _(", and {ranks} wait{s} for other ranks", ranks=ranks, s="s" if len(waiting) == 1 else "")
     if stopped := [view.rank for view in running if view.is_stopped]:
-        what = f"{name_ranks(stopped)} {_is(stopped)} stopped (SIGSTOP){waiters}"
-        return stall(Class.STOPPED, stopped, what, "continue the process (kill -CONT) or stop the run")
+        what = _(
+            "{stopped} {verb} stopped (SIGSTOP){waiters}",
+            stopped=name_ranks(stopped),
+            verb=_is(stopped),
+            waiters=waiters,
+        )
+        return stall(Class.STOPPED, stopped, what, _("continue the process (kill -CONT) or stop the run"))
     if silent := [view.rank for view in running if clock.is_silent(view, now)]:
-        what = f"{name_ranks(silent)} {_is(silent)} blocked by native code that holds the GIL{waiters}"
+        what = _(
+            "{silent} {verb} blocked by native code that holds the GIL{waiters}",
+            silent=name_ranks(silent),
+            verb=_is(silent),
+            waiters=waiters,
+        )
         return stall(
             Class.SILENT,
             silent,
             what,
-            "at the line above, look for a library call that holds the GIL while it waits",
+            _("at the line above, look for a library call that holds the GIL while it waits"),
         )
     if overdue := [view for view in running if clock.overdue(view, now)]:
         names = [view.rank for view in overdue]
-        doing = " and ".join(dict.fromkeys(view.slow_phase for view in overdue))
-        what = f"{name_ranks(names)} {_has(names)} been {doing} for {format_duration(clock.long_timeout_s)}{waiters}"
+        doing = _(" and ").join(dict.fromkeys(_(view.slow_phase) for view in overdue))
+        what = _(
+            "{names} {verb} been {doing} for {duration}{waiters}",
+            names=name_ranks(names),
+            verb=_has(names),
+            doing=doing,
+            duration=format_duration(clock.long_timeout_s),
+            waiters=waiters,
+        )
         return stall(
             Class.LONG,
             names,
             what,
-            "increase --slow_timeout if the rank makes progress; otherwise, read its stack",
+            _("increase --slow_timeout if the rank makes progress; otherwise, read its stack"),
         )
     if not waiting:
         return None
     # A process may keep running long after its program has ended, while other ranks wait for it.
     if ended := [view.rank for view in views if view.exit_code == 0 or (view.exit_code is None and _has_ended(view))]:
-        what = f"{name_ranks(ended)} {_has(ended)} exited{waiters}"
-        return stall(Class.UNEVEN, ended, what, _UNEVEN)
+        what = _("{ended} {verb} exited{waiters}", ended=name_ranks(ended), verb=_has(ended), waiters=waiters)
+        return stall(Class.UNEVEN, ended, what, _(_UNEVEN))
     away = [view for view in undeclared if not view.waits]
     if idle := [view.rank for view in away if not clock.is_busy(view, now)]:
-        what = f"{name_ranks(idle)} {_has(idle)} not reached the collective{waiters}"
+        what = _(
+            "{idle} {verb} not reached the collective{waiters}", idle=name_ranks(idle), verb=_has(idle), waiters=waiters
+        )
         return stall(
             Class.MISSING,
             idle,
             what,
-            "find out why this rank does not call the collective; every rank must call the same collectives",
+            _("find out why this rank does not call the collective; every rank must call the same collectives"),
         )
     if len(undeclared) < len(running):
         return None  # the waiting ranks wait for a declared phase
@@ -394,8 +416,10 @@ def diagnose(
     # A backward pass counts as a waiting call from its start.
     computing = [v.rank for v in waiting if clock.is_busy(v, now) and not _has_started(answers.get(v.rank))]
     if computing:
-        what = f"{name_ranks(computing)} {_is(computing)} slow, but alive"
-        return stall(Class.SLOW, computing, what, "wait, because the rank is computing")
+        what = _(
+            "{ranks} {verb} slow, but alive{waiters}", ranks=name_ranks(computing), verb=_is(computing), waiters=""
+        )
+        return stall(Class.SLOW, computing, what, _("wait, because the rank is computing"))
     found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
     if found is not None:
         kind, what, do = _of_divergence(
@@ -408,20 +432,29 @@ def diagnose(
 def _of_computing_ranks(ranks: list[int], long_s: float | None, waiters: str) -> tuple[Class, list[int], str, str]:
     """Return kind, culprits, text and advice for ranks that compute while others wait; ``long_s`` is the exceeded limit, if any."""
     if long_s is not None:
-        what = f"{name_ranks(ranks)} {_has(ranks)} been computing for {format_duration(long_s)}{waiters}"
-        do = "check that the loop ends; if the work is expected to take this long, run it in `with accelerator.slow(...)`"
+        what = _(
+            "{ranks} {verb} been computing for {duration}{waiters}",
+            ranks=name_ranks(ranks),
+            verb=_has(ranks),
+            duration=format_duration(long_s),
+            waiters=waiters,
+        )
+        do = _(
+            "check that the loop ends; if the work is expected to take this long, run it in `with "
+            "accelerator.slow(...)`"
+        )
         return Class.LONG, ranks, what, do
-    what = f"{name_ranks(ranks)} {_is(ranks)} slow, but alive{waiters}"
-    return Class.SLOW, ranks, what, 'wait, or run the work in `with accelerator.slow("what it does")`'
+    what = _("{ranks} {verb} slow, but alive{waiters}", ranks=name_ranks(ranks), verb=_is(ranks), waiters=waiters)
+    return Class.SLOW, ranks, what, _('wait, or run the work in `with accelerator.slow("what it does")`')
 
 
-_UNEVEN = (
-    "make every rank run the same number of steps: use equal numbers of batches (drop_last, a padded sampler, "
-    "join_uneven_inputs), and avoid an early break or return on one rank"
+_UNEVEN = N_(
+    "make every rank run the same number of steps: use equal numbers of batches (drop_last, a padded "
+    "sampler, join_uneven_inputs), and avoid an early break or return on one rank"
 )
-_SAME = (
-    "call the same collectives with the same shapes in the same order on every rank; look for a collective inside "
-    "`if rank == 0`"
+_SAME = N_(
+    "call the same collectives with the same shapes in the same order on every rank; look for a "
+    "collective inside `if rank == 0`"
 )
 
 
@@ -438,8 +471,9 @@ def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
     texts = {}
     for rank, answer in answers.items():
         collective = found.at.get(rank)
-        parts = ([f"in {collective}"] if collective else []) + ([f"at {answer.call_site}"] if answer.call_site else [])
-        texts[rank] = "; ".join(parts) or "at an unknown line"
+        parts = [_("in {call}", call=collective)] if collective else []
+        parts += [_("at {place}", place=answer.call_site)] if answer.call_site else []
+        texts[rank] = _("; ").join(parts) or _("at an unknown line")
     return Stall(kind=kind, culprits=found.diverging, what=what, ranks=texts, do=do, waited_s=0.0)
 
 
@@ -451,19 +485,35 @@ def _of_divergence(
         others = next(str(collective) for collective in found.at.values() if collective is not None)
         return (
             Class.MISSING,
-            f"{name_ranks(ranks)} {_has(ranks)} not reached {others}, which the other ranks have started",
-            "find out what this rank is waiting for; every rank must call the same collectives in the same order",
+            _(
+                "{ranks} {verb} not reached {others}, which the other ranks have started",
+                ranks=name_ranks(ranks),
+                verb=_has(ranks),
+                others=others,
+            ),
+            _("find out what this rank is waiting for; every rank must call the same collectives in the same order"),
         )
     training = [rank for rank in sorted(found.at) if rank in answers and answers[rank].trains]
     elsewhere = [rank for rank in sorted(found.at) if rank not in training]
     if found.kind == "other operation" and training and elsewhere:
-        calls = " and ".join(dict.fromkeys(operations.get(rank) or str(found.at[rank]) for rank in elsewhere))
+        calls = _(" and ").join(dict.fromkeys(operations.get(rank) or str(found.at[rank]) for rank in elsewhere))
         return _beside_training(calls, answers, elsewhere, training)
     kind = Class.OTHER_OPERATION if found.kind == "other operation" else Class.OTHER_SHAPE
-    calls = ", ".join(f"{name_ranks(group)} in {text}" for text, group in _ranks_by_call(found).items())
+    calls = ", ".join(
+        _("{ranks} in {call}", ranks=name_ranks(group), call=text) for text, group in _ranks_by_call(found).items()
+    )
     if not ranks:
-        return kind, f"the ranks use {kind.value}: {calls}", _SAME
-    return kind, f"{name_ranks(ranks)} {_does(ranks)} not make the same call as the other ranks: {calls}", _SAME
+        return kind, _("the ranks use {difference}: {calls}", difference=_(kind.value), calls=calls), _(_SAME)
+    return (
+        kind,
+        _(
+            "{ranks} {verb} not make the same call as the other ranks: {calls}",
+            ranks=name_ranks(ranks),
+            verb=_does(ranks),
+            calls=calls,
+        ),
+        _(_SAME),
+    )
 
 
 def _beside_training(
@@ -475,18 +525,36 @@ def _beside_training(
     # Of a loop in a library, such as the Trainer's, it is not known which lines of the program belong to it.
     is_known = loop != "" and is_user_file(loop)
     if is_known and not is_inside:
-        what = f"{name_ranks(elsewhere)} {_has(elsewhere)} left the training loop ({loop}), but {name_ranks(training)} {_is(training)} still training"
-        return Class.UNEVEN, what, _UNEVEN
-    verb = "calls" if len(elsewhere) == 1 else "call"
-    called = f"{name_ranks(elsewhere)} {verb} {calls}"
-    called = f"{called} in the training loop ({loop})" if is_inside else called
-    what = (
-        f"{called}, but {name_ranks(training)} {_does(training)} not: "
-        f"{'it is' if len(training) == 1 else 'they are'} in a forward or backward pass"
+        what = _(
+            "{elsewhere} {verb} left the training loop ({loop}), but {training} {verb2} still training",
+            elsewhere=name_ranks(elsewhere),
+            verb=_has(elsewhere),
+            loop=loop,
+            training=name_ranks(training),
+            verb2=_is(training),
+        )
+        return Class.UNEVEN, what, _(_UNEVEN)
+    what = _(
+        "{elsewhere} call{s} {calls}{inside}, but {training} {verb} not: {they} in a forward or backward pass",
+        elsewhere=name_ranks(elsewhere),
+        s="s" if len(elsewhere) == 1 else "",
+        calls=calls,
+        inside=_(" in the training loop ({loop})", loop=loop) if is_inside else "",
+        training=name_ranks(training),
+        verb=_does(training),
+        they="it is" if len(training) == 1 else "they are",
     )
-    do = "call it on every rank: move it out of `if accelerator.is_main_process:`, `if rank == 0:` and similar conditions"
+    do = _(
+        "call it on every rank: move it out of `if accelerator.is_main_process:`, `if rank == 0:` and "
+        "similar conditions"
+    )
     if not is_inside:
-        do = f"{do}. If the loop of {name_ranks(elsewhere)} ended earlier, {_UNEVEN}"
+        do = _(
+            "{do}. If the loop of {elsewhere} ended earlier, {uneven}",
+            do=do,
+            elsewhere=name_ranks(elsewhere),
+            uneven=_(_UNEVEN),
+        )
     return Class.OTHER_OPERATION, what, do
 
 
@@ -507,15 +575,16 @@ def _without_histories(
         by_line.setdefault(_line_of(view, answers.get(view.rank)), []).append(view.rank)
     names = [view.rank for view in running]
     if len(by_line) == 1:
-        what = f"{name_ranks(names)} wait for each other at the same line"
-        return stall(Class.UNKNOWN, (), what, "check the network between the ranks, and read the stacks")
+        what = _("{names} wait for each other at the same line", names=name_ranks(names))
+        return stall(Class.UNKNOWN, (), what, _("check the network between the ranks, and read the stacks"))
     most = max(by_line.values(), key=len)
     largest = frozenset(most)
     culprits = [rank for rank in names if rank not in largest] if 2 * len(largest) > len(names) else []
-    what = (
-        f"the ranks wait at different lines: {', '.join(f'{name_ranks(r)} at {line}' for line, r in by_line.items())}"
+    what = _(
+        "the ranks wait at different lines: {lines}",
+        lines=", ".join(_("{ranks} at {line}", ranks=name_ranks(r), line=line) for line, r in by_line.items()),
     )
-    return stall(Class.OTHER_OPERATION, culprits, what, _SAME)
+    return stall(Class.OTHER_OPERATION, culprits, what, _(_SAME))
 
 
 def _operation_of(view: RankView, answer: Answer | None) -> str:
@@ -541,31 +610,31 @@ def _has_started(answer: Answer | None) -> bool:
 def _line_of(view: RankView, answer: Answer | None) -> str:
     if answer is not None and answer.call_site is not None:
         return f"{answer.call_site.file}:{answer.call_site.line}"
-    return f"{view.watch.file}:{view.watch.line}" if view.watch is not None else "an unknown line"
+    return f"{view.watch.file}:{view.watch.line}" if view.watch is not None else _("an unknown line")
 
 
 def _describe_rank(view: RankView, answer: Answer | None, clock: StallClock, now: float) -> str:
     """Return a rank's state, operation, phase, step and line in the user's code."""
     if view.exit_code is not None:
-        return f"exited (code {view.exit_code})"
+        return _("exited (code {exit_code})", exit_code=view.exit_code)
     parts: list[str] = []
     if view.is_stopped:
-        parts.append("stopped")
+        parts.append(_("stopped"))
     elif clock.is_silent(view, now):
-        parts.append("silent")
+        parts.append(_("silent"))
     elif (doing := clock.declared(view, now)) and (view.note is None or doing != str(view.note.phase)):
-        parts.append(doing)
+        parts.append(_(doing))
     note = view.note
     if operation := _operation_of(view, answer):
-        parts.append(f"in {operation}")
+        parts.append(_("in {call}", call=operation))
     elif view.waits and answer is not None:
         pending = [c for h in answer.histories.values() for c in h.started if not c.is_over]
-        parts += [f"in {pending[0]}"] if pending else []
+        parts += [_("in {call}", call=pending[0])] if pending else []
     if note is not None and (note.step or note.phase):
-        parts.append(", ".join(filter(None, (f"step {note.step}", view.phase))))
+        parts.append(_(", ").join(filter(None, (_("step {step}", step=note.step), view.phase and _(view.phase)))))
     if answer is not None and answer.call_site is not None:
-        return "; ".join([*parts, f"at {answer.call_site}"])
-    return "; ".join([*parts, f"last seen at {_line_of(view, None)}"])
+        return _("; ").join([*parts, _("at {place}", place=answer.call_site)])
+    return _("; ").join([*parts, _("last seen at {place}", place=_line_of(view, None))])
 
 
 def _is(ranks: Sequence[int]) -> str:
@@ -582,13 +651,12 @@ def _does(ranks: Sequence[int]) -> str:
 
 def format_duration(seconds: float) -> str:
     """Return ``10 minutes``, ``90 seconds`` or ``2 hours``."""
-    for unit, size in (("hour", 3600.0), ("minute", 60.0)):
+    for unit, size in ((N_("{number} hour{s}"), 3600.0), (N_("{number} minute{s}"), 60.0)):
         if seconds >= 2 * size or seconds == size:
             number = seconds / size
-            return (
-                f"{number:g} {unit}{'s' if number != 1 else ''}" if number == int(number) else f"{number:.1f} {unit}s"
-            )
-    return f"{seconds:g} seconds"
+            shown = f"{number:g}" if number == int(number) else f"{number:.1f}"
+            return _(unit, number=shown, s="s" if number != 1 else "")
+    return _("{seconds:g} seconds", seconds=seconds)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -601,4 +669,4 @@ def name_ranks(ranks: Sequence[int]) -> str:
             runs.append([rank])
     names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return _("ranks {ranks}", ranks=shown) if len(ranks) > 1 else _("rank {rank}", rank=shown)

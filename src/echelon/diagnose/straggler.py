@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_, in_english
 from echelon.status.board import StepPart
 
 _OWN = (StepPart.DATA, StepPart.FORWARD, StepPart.BACKWARD, StepPart.OPTIMIZER, StepPart.OTHER)
 _MIN_STEPS = 20
+_NAMES = (N_("data"), N_("other"), N_("wait"))
+"""Names of parts of a step that the report's page has not."""
 _MIN_WAIT = 0.1
 """A rank counts as slow if the other ranks wait for it during at least this fraction of a step."""
 
@@ -48,8 +51,12 @@ class Steps:
     """The slow rank's time for this part, in milliseconds per step."""
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {spread}" for name, spread in self.parts.items() if spread.most >= 0.05)
-        return f"{self.num_steps} steps, ms per step, min / median / max across ranks: {parts}"
+        parts = ", ".join(f"{_(name)} {spread}" for name, spread in self.parts.items() if spread.most >= 0.05)
+        return _(
+            "{num_steps} steps, ms per step, min / median / max across ranks: {parts}",
+            num_steps=self.num_steps,
+            parts=parts,
+        )
 
     @property
     def verdict(self) -> str:
@@ -57,9 +64,14 @@ class Steps:
         if self.slowest is None:
             return ""
         own, wait = self.parts[self.slow_part], self.parts["wait"]
-        return (
-            f"rank {self.slowest} is slow: {self.slow_part} {self.slow_ms:.1f} ms per step (median {own.median:.1f}); "
-            f"the other ranks wait for it for up to {wait.most:.1f} ms per step"
+        return _(
+            "rank {slowest} is slow: {slow_part} {slow_ms:.1f} ms per step (median {median:.1f}); the other "
+            "ranks wait for it for up to {most:.1f} ms per step",
+            slowest=self.slowest,
+            slow_part=_(self.slow_part),
+            slow_ms=self.slow_ms,
+            median=own.median,
+            most=wait.most,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +81,7 @@ class Steps:
             for name, spread in self.parts.items()
         }
         slow = {"slowest": self.slowest, "slow_part": self.slow_part, "slow_ms": self.slow_ms}
-        return {"num_steps": self.num_steps, "parts": parts, **slow, "verdict": self.verdict}
+        return {"num_steps": self.num_steps, "parts": parts, **slow, "verdict": in_english(self.verdict)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Steps:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import DesyncError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.config.sources import is_debug
 from echelon.distributed.alone import is_alone
 from echelon.distributed.small_messages import backends_of, bytes_of, ranks_of, wire_device
@@ -107,7 +108,8 @@ def reduce(
     group = _group(mesh)
     if reduction not in ("mean", "sum", "max", "none"):
         raise UsageError(
-            f"reduction must be 'mean', 'sum', 'max' or 'none', but got {reduction!r}", do="pass one of these values"
+            _("reduction must be 'mean', 'sum', 'max' or 'none', but got {reduction!r}", reduction=reduction),
+            do=_("pass one of these values"),
         )
     if reduction == "none":
         return data

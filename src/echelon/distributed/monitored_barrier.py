@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import DesyncError, RankTimeoutError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.distributed.alone import is_alone, is_awaited
 from echelon.distributed.peer_responder import count_collectives, groups_of_process, responder_store
 from echelon.distributed.small_messages import ranks_of
@@ -29,7 +30,9 @@ _LONGEST_SLEEP_S = 0.05
 _SLEEP_PER_RANK_S = 0.0005  # limits the ranks together to 2000 requests per second
 _NOTIFY_WITHIN_S = 0.5
 _NUM_LISTED = 8
-_EVERY_RANK = "on every rank, in the same order, outside `if accelerator.is_main_process:` and similar conditions"
+_EVERY_RANK = N_(
+    "call it on every rank, in the same order, outside `if accelerator.is_main_process:` and similar conditions{end}"
+)
 _UNTIL_GONE_ON = (
     "they arrive, come to another operation that needs all ranks, or end. If they wait for this rank in another way (recv(), a file), "
     "call it on every rank"
@@ -80,9 +83,12 @@ def monitored_barrier(
         return
     if group is None and is_awaited():
         raise DesyncError(
-            f"{operation} waits for every rank, but the other ranks wait for this one to leave the block of main_first() or "
-            "main_process_first()",
-            do=f"call it {_EVERY_RANK}, after the block",
+            _(
+                "{operation} waits for every rank, but the other ranks wait for this one to leave the block of "
+                "main_first() or main_process_first()",
+                operation=operation,
+            ),
+            do=_(_EVERY_RANK, end=_(", after the block")),
         )
     with waiting(operation):
         _BarrierCall(group, operation, advice).wait(timeout=timeout, patience=patience, reminder=reminder)
@@ -245,22 +251,22 @@ class _BarrierCall:
                 and arrival.turn == self._turn
                 and (arrival.operation != self._operation or at_other_line)
             ):
-                elsewhere[rank] = f"{arrival.operation} at {arrival.place}"
+                elsewhere[rank] = _("{operation} at {place}", operation=arrival.operation, place=arrival.place)
                 advice.append(arrival.advice)
             elif arrival is None or arrival.turn < self._turn:
                 place = answer.get("place")
                 if ended is not None:
-                    elsewhere[rank] = f"has exited ({ended['reason']})"
+                    elsewhere[rank] = _("has exited ({reason})", reason=ended["reason"])
                     if ended["failed"]:
                         failed.append(rank)
-                        advice.append(f"First fix the error of rank {rank}.")
+                        advice.append(_("First fix the error of rank {rank}.", rank=rank))
                 elif (awaiting := self._place_of_wait(rank)) is not None:
-                    elsewhere[rank] = f"waits in main_first() for this rank at {awaiting}"
+                    elsewhere[rank] = _("waits in main_first() for this rank at {place}", place=awaiting)
                 elif place and self._has_run_past(answer["started"]):
-                    elsewhere[rank] = f"in another collective at {place}"
+                    elsewhere[rank] = _("in another collective at {place}", place=place)
                     unaware.append(rank)
                 else:
-                    late[rank] = f"at {place}" if place else "at an unknown place"
+                    late[rank] = _("at {place}", place=place) if place else _("at an unknown place")
                     self._responder.set(f"ask/{rank}", "")
         return _Absent(late=late, elsewhere=elsewhere, failed=failed, unaware=unaware, advice=advice)
 
@@ -286,17 +292,28 @@ class _BarrierCall:
         return any(started[key] > number for key, number in own.items())
 
     def _report_absent_ranks(self, absent: _Absent) -> DesyncError:
-        found = {self._rank: f"{self._operation} at {self._call_site}", **absent.elsewhere}
+        own = _("{operation} at {place}", operation=self._operation, place=self._call_site)
+        found = {self._rank: own, **absent.elsewhere}
         listing = "".join(f"\n    rank {rank}: {text}" for rank, text in sorted(found.items())[:_NUM_LISTED])
         if len(found) > _NUM_LISTED:
-            listing += f"\n    and {len(found) - _NUM_LISTED} more"
-        what = f"{self._operation} must be called on every rank, but some ranks did not call it{listing}"
-        do = " ".join([f"call it {_EVERY_RANK}.", *filter(None, dict.fromkeys(absent.advice))])
+            listing += _("\n    and {number} more", number=len(found) - _NUM_LISTED)
+        what = _(
+            "{operation} must be called on every rank, but some ranks did not call it{listing}",
+            operation=self._operation,
+            listing=listing,
+        )
+        do = " ".join([_(_EVERY_RANK, end=_(".")), *filter(None, dict.fromkeys(absent.advice))])
         self._store.set(f"failed/{self._turn}", json.dumps({"what": what, "do": do}))
         self._store.add(self._arrived, -2 * len(self._ranks))  # ranks that arrive from now on check failed/T
         for rank in absent.unaware:
             self._responder.set(
-                f"ask/{rank}", f"rank {rank} is in a collective that rank {self._rank} will not join: {what}"
+                f"ask/{rank}",
+                _(
+                    "rank {rank} is in a collective that rank {own} will not join: {what}",
+                    rank=rank,
+                    own=self._rank,
+                    what=what,
+                ),
             )
         limit = time.monotonic() + _NOTIFY_WITHIN_S  # they must read the message before this process or the job exits
         while time.monotonic() < limit and any(self._responder.check([f"ask/{rank}"]) for rank in absent.unaware):
@@ -305,10 +322,15 @@ class _BarrierCall:
 
     def _timeout_error(self, missing: Sequence[int], timeout: timedelta | None) -> RankTimeoutError:
         assert timeout is not None
-        names = f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))}"
+        ranks = ", ".join(map(str, missing))
         return RankTimeoutError(
-            f"{self._operation}: {names} did not arrive within {timeout.total_seconds():g} s",
-            do="check these ranks' logs: the ranks may hang elsewhere, need more time, or have exited",
+            _(
+                "{operation}: {ranks} did not arrive within {timeout:g} s",
+                operation=self._operation,
+                ranks=_("ranks {ranks}", ranks=ranks) if len(missing) > 1 else _("rank {rank}", rank=ranks),
+                timeout=timeout.total_seconds(),
+            ),
+            do=_("check these ranks' logs: the ranks may hang elsewhere, need more time, or have exited"),
         )
 
     def _log_reminder(self, late: Mapping[int, str], waited_s: float, *, until: str = "they arrive") -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from echelon.base.errors import ConfigError, SetupError
 from echelon.base.fork_repair import repair_fork
+from echelon.base.messages.translation import gettext as _
 from echelon.config.sources import current
 from echelon.distributed.checks.coalescing import guard_coalescing, stop_guarding_coalescing
 from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard
@@ -130,8 +131,12 @@ def _resolve_environment(rank: int | None, world_size: int | None) -> LaunchEnvi
     if (rank is None) != (world_size is None):
         if world_size != 1 and rank != 0:
             raise ConfigError(
-                f"setup() needs both rank and world_size, but got rank={rank} and world_size={world_size}",
-                do="pass both, or omit both and start the program with `echelon launch` or torchrun",
+                _(
+                    "setup() needs both rank and world_size, but got rank={rank} and world_size={world_size}",
+                    rank=rank,
+                    world_size=world_size,
+                ),
+                do=_("pass both, or omit both and start the program with `echelon launch` or torchrun"),
             )
         rank, world_size = rank or 0, world_size or 1
     if rank is None or world_size is None:

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.fork_repair import repair_fork
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.checks.already_sharded import (
     ExistingSharding,
@@ -104,9 +105,11 @@ def shard(
         return ShardedLoader(loader, PreshardedBatches(loader), first_pass=facts.first_pass(line, reads_own=True))
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
-            "shard() cannot shard an iterable dataset, because it does not support indexing",
-            do="make the dataset yield only every world_size-th item, starting at its rank. If it already does, set "
-            "already_sharded=True",
+            _("shard() cannot shard an iterable dataset, because it does not support indexing"),
+            do=_(
+                "make the dataset yield only every world_size-th item, starting at its rank. If it already does, set "
+                "already_sharded=True"
+            ),
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UsageError(
@@ -115,9 +118,12 @@ def shard(
         )
     if facts.differ:
         warn(
-            f"the ranks passed different data to shard(): their datasets ({type(loader.dataset).__name__}) have different "
-            "samples at the same indices, so sharding them again loses most samples. Give every rank the whole dataset, or call "
-            "shard(..., already_sharded=True)",
+            _(
+                "the ranks passed different data to shard(): their datasets ({name}) have different samples at the "
+                "same indices, so sharding them again loses most samples. Give every rank the whole dataset, or call "
+                "shard(..., already_sharded=True)",
+                name=type(loader.dataset).__name__,
+            ),
             at=line,
         )
     sampler = ShardedBatchSampler(
@@ -343,8 +349,10 @@ class ShardedLoader(DataLoader[T]):
             missing = batch_sampler.world_size - steps[-1][1] if steps else 0
             if missing > 0:
                 logger.warning(
-                    "the last step of each epoch has fewer samples than ranks, so %d sample(s) are used twice. To let these "
-                    "ranks end one step early instead, use shard(..., even=False)",
+                    N_(
+                        "the last step of each epoch has fewer samples than ranks, so %d sample(s) are used twice. To "
+                        "let these ranks end one step early instead, use shard(..., even=False)"
+                    ),
                     missing,
                 )
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import xxhash
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.distributed.alone import is_alone
 
 _HEAD = 256  # bytes of the first message; a longer payload needs a second one
@@ -117,6 +118,6 @@ def wire_device(device: torch.device, group: dist.ProcessGroup | None) -> torch.
 def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return the backend for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
     if not dist.is_initialized():
-        raise UsageError("there is no process group", do="call echelon.distributed.setup() first")
+        raise UsageError(_("there is no process group"), do=_("call echelon.distributed.setup() first"))
     pairs = dist.get_backend_config(group).split(",")
     return dict(pair.split(":", 1) for pair in pairs)

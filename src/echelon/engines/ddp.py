@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.distributed.ddp.replica import Replica, average_gradients
 from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients, refuse_to_join_sparse
@@ -294,10 +295,12 @@ class DDPEngine(DelegatingEngine):
             return
         self._warned_of_assigned = True
         warn(
-            "the gradients for this step() were assigned (with torch.autograd.grad?), not computed by a backward pass, so "
-            "DDP did not average them across ranks. echelon averages them now, before the step. Call "
-            "accelerator.backward(loss), which averages them during the backward pass, or "
-            "accelerator.reduce(gradient, 'mean') before you clip or change them."
+            _(
+                "the gradients for this step() were assigned (with torch.autograd.grad?), not computed by a backward "
+                "pass, so DDP did not average them across ranks. echelon averages them now, before the step. Call "
+                "accelerator.backward(loss), which averages them during the backward pass, or "
+                "accelerator.reduce(gradient, 'mean') before you clip or change them."
+            )
         )
 
     def _share_strays(self, strays: list[torch.Tensor]) -> None:
@@ -309,16 +312,22 @@ class DDPEngine(DelegatingEngine):
         frozen = {id(p) for model in self._frozen for p in model.parameters}
         if any(id(p) in frozen for p in new):
             warn(
-                f"{len(new)} parameter(s) of this optimizer belong to a model that was fully frozen when it was prepared, so DDP "
-                "does not wrap it. echelon averages their gradients across ranks at each step. To overlap this with the "
-                "backward pass, unfreeze a parameter before you prepare the model."
+                _(
+                    "{num_new} parameter(s) of this optimizer belong to a model that was fully frozen when it was "
+                    "prepared, so DDP does not wrap it. echelon averages their gradients across ranks at each step. To "
+                    "overlap this with the backward pass, unfreeze a parameter before you prepare the model.",
+                    num_new=len(new),
+                )
             )
         else:
             warn(
-                f"{len(new)} parameter(s) of this optimizer do not belong to a prepared model. echelon copies their values from "
-                "rank zero before the first step and averages their gradients across ranks at each step. To start all ranks with "
-                "the same values and overlap averaging with the backward pass, prepare the model with its optimizer: model, "
-                "optimizer = accelerator.prepare(model, optimizer)"
+                _(
+                    "{num_new} parameter(s) of this optimizer do not belong to a prepared model. echelon copies their "
+                    "values from rank zero before the first step and averages their gradients across ranks at each "
+                    "step. To start all ranks with the same values and overlap averaging with the backward pass, "
+                    "prepare the model with its optimizer: model, optimizer = accelerator.prepare(model, optimizer)",
+                    num_new=len(new),
+                )
             )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)  # the ranks may have initialized them differently
@@ -327,9 +336,12 @@ class DDPEngine(DelegatingEngine):
         if not self._warned:
             self._warned = True
             warn(
-                "the last backward pass did not synchronize gradients across ranks, because it ran inside no_sync() or followed "
-                "a forward pass through the unprepared module. echelon will average the gradients now, which is correct but "
-                "slower. Call the prepared model, and run the last forward and backward pass before step() outside no_sync()."
+                _(
+                    "the last backward pass did not synchronize gradients across ranks, because it ran inside "
+                    "no_sync() or followed a forward pass through the unprepared module. echelon will average the "
+                    "gradients now, which is correct but slower. Call the prepared model, and run the last forward and backward pass "
+                    "before step() outside no_sync()."
+                )
             )
 
 

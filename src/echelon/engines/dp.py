@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from echelon.base.capabilities import Capabilities
 from echelon.base.device import devices_from
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.distributed.tree import contents, map_tensors, rebuild_like
 from echelon.engines.base import Engine, Prepared
@@ -44,9 +45,12 @@ class DPEngine(DelegatingEngine):
     def __init__(self, world: World, *, scaler: torch.amp.GradScaler | None = None) -> None:
         if world.world_size > 1:
             raise UsageError(
-                f"the dp engine uses all devices from a single process, but there are {world.world_size} processes",
+                _(
+                    "the dp engine uses all devices from a single process, but there are {world_size} processes",
+                    world_size=world.world_size,
+                ),
                 where="engine='dp'",
-                do="remove engine='dp' (ddp, the default for multiple processes, is faster), or start one process",
+                do=_("remove engine='dp' (ddp, the default for multiple processes, is faster), or start one process"),
             )
         super().__init__(SingleEngine(world, scaler=scaler))
         self._devices = devices_from(world.device)
@@ -78,8 +82,11 @@ class DPEngine(DelegatingEngine):
         count, script = len(self._devices), Path(sys.argv[0]).name or "script.py"
         if count < 2:
             warn(
-                f"the dp engine splits each batch across a process's accelerators, but this process has {count}, so it trains "
-                "like the single engine."
+                _(
+                    "the dp engine splits each batch across a process's accelerators, but this process has {count}, so "
+                    "it trains like the single engine.",
+                    count=count,
+                )
             )
             return
         warn(

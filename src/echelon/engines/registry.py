@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.compat.unsupported import TPU_ALTERNATIVE
 from echelon.engines.base import Engine
 
@@ -53,16 +54,19 @@ def load_engine(name: str) -> type[Engine]:
     if name not in places:  # reading the installed entry points takes at least 15 ms
         places = {**{point.name: point.value for point in entry_points(group="echelon.engines")}, **places}
     if name not in places and name.lower() in _TPU:
-        raise ConfigError(f"unknown engine {name!r}: echelon does not run on TPUs", do=TPU_ALTERNATIVE)
+        raise ConfigError(_("unknown engine {name!r}: echelon does not run on TPUs", name=name), do=TPU_ALTERNATIVE)
     if name not in places:
         near = get_close_matches(name, places, n=1)
         raise ConfigError(
-            f"unknown engine {name!r}",
-            do=f"did you mean {near[0]!r}?"
+            _("unknown engine {name!r}", name=name),
+            do=_("did you mean {near!r}?", near=near[0])
             if near
-            else f"choose one of {', '.join(sorted(places))}, pass an Engine object, or install a package that registers this "
-            "engine in the entry point group 'echelon.engines'",
+            else _(
+                "choose one of {places}, pass an Engine object, or install a package that registers this engine in "
+                "the entry point group 'echelon.engines'",
+                places=", ".join(sorted(places)),
+            ),
         )
-    module, _, attribute = places[name].partition(":")
+    module, _colon, attribute = places[name].partition(":")
     engine: type[Engine] = getattr(import_module(module), attribute)
     return engine

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from echelon.base import environ
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.local.goodput_recorder import GOODPUT_FILE, GoodputRecorder, GoodputReport, times_on
@@ -272,7 +273,7 @@ class _Agent:
         except Interrupted as stop:
             number = stop.number  # scripts may handle Ctrl-C or the scheduler's SIGTERM by saving
             # Before the ranks end, because the other machines would report them as the cause.
-            self._node.leave(f"interrupted by {signal.Signals(number).name}", 128 + number)
+            self._node.leave(_("interrupted by {name}", name=signal.Signals(number).name), 128 + number)
         if self._node.is_preempting:
             number = signal.SIGKILL  # a second signal stops the ranks immediately
         self._stop(number, _GRACE_AFTER_SIGNAL, num_signals=self._interrupts.count)

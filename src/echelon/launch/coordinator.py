@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.diagnose.goodput import RankTimes
 from echelon.launch.failures.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
 from echelon.launch.generation import ANSWER_S, Generation, NodeMember, RendezvousStore
@@ -62,7 +63,7 @@ _MISSING_AFTER_S = 20.0
 _JOINERS_WAIT_S = 2.0
 """How long to wait for more machines after a machine has joined a running generation."""
 _GOODBYE_S = 5.0
-_OVER = "the run is over"
+_OVER = N_("the run is over")
 _ONE_MACHINE = NodeInfo(
     uid="",
     host="localhost",
@@ -113,14 +114,14 @@ def joined_run(
         if plan is not None and plan.listener is not None:
             own.listen(plan.listener, plan.token)
         node = Node(info, own, interrupts, preemption_grace=rules.preemption_grace)
-    reason, code = "its launcher failed", 1
+    reason, code = _("its launcher failed"), 1
     try:
         node.join()
         yield node
-        reason = "its launcher has ended"
+        reason = _("its launcher has ended")
         node.close()
     except Interrupted as stop:
-        reason, code = f"interrupted by {signal.Signals(stop.number).name}", 128 + stop.number
+        reason, code = _("interrupted by {name}", name=signal.Signals(stop.number).name), 128 + stop.number
         raise
     finally:
         node.leave(reason, code)
@@ -208,7 +209,7 @@ class Coordinator:
 
     def open_store(self, number: int) -> socket.socket:
         """Raise an error, because the store is in this process."""
-        raise AssertionError("the store is on this machine")
+        raise AssertionError(_("the store is on this machine"))
 
     def _on_node(self, sock: socket.socket, address: str) -> None:
         member: list[NodeMember] = []
@@ -234,7 +235,9 @@ class Coordinator:
             self._handle_events()
         except BaseException as error:
             for member in self._members:  # the launchers must not wait for a dead coordinator
-                member.peer.send("end", then="stop", code=1, error=f"the run's coordinator failed: {error!r}")
+                member.peer.send(
+                    "end", then="stop", code=1, error=_("the run's coordinator failed: {error!r}", error=error)
+                )
             raise
 
     def _handle_events(self) -> None:
@@ -275,7 +278,7 @@ class Coordinator:
         for member in [member for member in self._members if self._is_own(member)]:
             self._drop(member)  # it sends no more messages
         if self._end_of_run is None:
-            self._tell(self._members, f"{name_of(self._own)}: {reason}; the run ends")
+            self._tell(self._members, _("{own}: {reason}; the run ends", own=name_of(self._own), reason=reason))
             for member in self._members:
                 member.peer.send("end", then="stop", code=code)
             self._finish()
@@ -303,12 +306,12 @@ class Coordinator:
         try:
             fields = _read_message(kind, content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"protocol mismatch: unexpected message {kind!r}: {error}"
-            do = "install the same version of echelon on all machines"
+            what = _("protocol mismatch: unexpected message {kind!r}: {error}", kind=kind, error=error)
+            do = _("install the same version of echelon on all machines")
             _print(LaunchError(what, where=member.name, do=do))
             member.peer.send("refused", what=what, where=member.name, do=do)
             if member.info is not None:
-                self._on_lost(member, "protocol mismatch")
+                self._on_lost(member, _("protocol mismatch"))
             return
         self._handle_message(member, kind, fields)
 
@@ -342,7 +345,7 @@ class Coordinator:
         elif kind == "leave":
             self._drop(member)
             if generation is not None and member in generation.members:
-                reason = f"{member.name} has left the run: {content['reason']}"
+                reason = _("{member} has left the run: {reason}", member=member.name, reason=content["reason"])
                 self._end_without(generation, member, reason, content["code"])
         elif kind == "bye":
             self._drop(member)
@@ -352,7 +355,7 @@ class Coordinator:
             assert other.info is not None
             has_same_rank = info.machine_rank is not None and other.info.machine_rank == info.machine_rank
             if other.info.uid == info.uid or (has_same_rank and other.has_joined and not _answers(other)):
-                self._on_lost(other, "it has reconnected")
+                self._on_lost(other, _("it has reconnected"))
         error = refusal(info, [other.info for other in self._members if other.info is not None], self._own)
         if error is not None:
             _print(error)
@@ -362,14 +365,20 @@ class Coordinator:
         try:
             member.offset_ns = clock_offset_ns(member.peer, timeout_s=ANSWER_S)
         except (ConnectionLost, ValueError, TypeError):
-            self._on_lost(member, "no answer")
+            self._on_lost(member, _("no answer"))
             return
         member.peer.send("welcome")
         if not self._is_own(member):
             num_here = sum(other.info is not None for other in self._members)
             _print(
-                f"{member.name} joined with {info.num_processes} process{'' if info.num_processes == 1 else 'es'} "
-                f"({num_here} of {node_range_text(self._own)} machines)"
+                _(
+                    "{member} joined with {num_processes} process{es} ({num_here} of {own} machines)",
+                    member=member.name,
+                    num_processes=info.num_processes,
+                    es="" if info.num_processes == 1 else "es",
+                    num_here=num_here,
+                    own=node_range_text(self._own),
+                )
             )
 
     def _on_lost(self, member: NodeMember, reason: str) -> None:
@@ -377,30 +386,40 @@ class Coordinator:
             return  # it has left
         self._drop(member)
         if self._generation is not None and member in self._generation.members:
-            self._end_without(self._generation, member, f"lost contact with {member.name}: {reason}", 1)
+            self._end_without(
+                self._generation,
+                member,
+                _("lost contact with {member}: {reason}", member=member.name, reason=reason),
+                1,
+            )
         elif member.info is not None and self._end_of_run is None:
-            _print(f"{member.name} disconnected: {reason}")
+            _print(_("{member} disconnected: {reason}", member=member.name, reason=reason))
 
     def _end_without(self, generation: Generation, member: NodeMember, what: str, code: int) -> None:
         """End the generation that ``member`` has left, and end the run if it cannot continue."""
         left = [other for other in generation.members if other in self._members]
         first, last = member.ranks[0], member.ranks[-1]
-        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        ranks = _("rank {rank}", rank=first) if first == last else _("ranks {first} to {last}", first=first, last=last)
         is_elastic = len(left) >= self._min_nodes
         continues = is_elastic or self._num_restarts < self._rules.max_restarts
-        then = "waiting for it to rejoin" if continues else "the run ends"
-        then = "the run continues without it" if is_elastic else then
-        hint = (
+        then = _("waiting for it to rejoin") if continues else _("the run ends")
+        then = _("the run continues without it") if is_elastic else then
+        hint = _(
             "; with --nnodes MIN:MAX, a run continues on fewer machines; with --max_restarts, it waits for the machine"
         )
         _print(
             LaunchError(
-                f"{what}; {then}",
-                where=f"{ranks} of {generation.world_size}; detected by {name_of(self._own)}",
-                do=f"check the lost machine and its network connection{'' if continues else hint}",
+                _("{what}; {then}", what=what, then=then),
+                where=_(
+                    "{ranks} of {world_size}; detected by {own}",
+                    ranks=ranks,
+                    world_size=generation.world_size,
+                    own=name_of(self._own),
+                ),
+                do=_("check the lost machine and its network connection{hint}", hint="" if continues else hint),
             )
         )
-        self._tell(left, f"{what}; {then}")
+        self._tell(left, _("{what}; {then}", what=what, then=then))
         if continues:
             self._num_restarts += 0 if is_elastic else 1
             self._end("restart", failed_ns=time.monotonic_ns())
@@ -433,8 +452,21 @@ class Coordinator:
         elif waited_s > _MISSING_AFTER_S * (2**self._num_missing_reports) and len(here) < self._min_nodes:
             self._num_missing_reports += 1
             refused = 0 if self._connections is None else self._connections.num_refused
-            hint = f"; {refused} connection{'s' if refused > 1 else ''} failed token authentication" if refused else ""
-            text = f"still waiting after {waited_s:.0f} s: {self._describe_missing(here)}{hint}"
+            hint = (
+                _(
+                    "; {refused} connection{s} failed token authentication",
+                    refused=refused,
+                    s="s" if refused > 1 else "",
+                )
+                if refused
+                else ""
+            )
+            text = _(
+                "still waiting after {waited_s:.0f} s: {missing}{hint}",
+                waited_s=waited_s,
+                missing=self._describe_missing(here),
+                hint=hint,
+            )
             _print(text)
             self._tell(self._members, text)
 
@@ -444,9 +476,9 @@ class Coordinator:
     def _abandon_rendezvous(self, missing: str, waited_s: float) -> None:
         timeout = f"--rdzv_conf join_timeout={self.times.join_timeout.total_seconds():g}"
         error = LaunchError(
-            f"{missing}; waited {waited_s:.0f} s",
+            _("{missing}; waited {waited_s:.0f} s", missing=missing, waited_s=waited_s),
             where=f"{name_of(self._own)} ({timeout})",
-            do="run the same command on the missing machines, and check the messages there",
+            do=_("run the same command on the missing machines, and check the messages there"),
         )
         _print(error)
         self._tell(self._members, error.what)
@@ -486,7 +518,15 @@ class Coordinator:
         world_size = generation.world_size
         if not self._is_alone and (number or len(members) > 1):
             names = join_names([member.name for member in members])
-            _print(f"generation {number}: {world_size} ranks on {len(members)} machines: {names}")
+            _print(
+                _(
+                    "generation {number}: {world_size} ranks on {num_members} machines: {names}",
+                    number=number,
+                    world_size=world_size,
+                    num_members=len(members),
+                    names=names,
+                )
+            )
         for group_rank, member in enumerate(members):
             member.peer.send(
                 "generation",
@@ -532,7 +572,11 @@ class Coordinator:
             return
         if any(member.requester for member in generation.members):
             member = next(member for member in generation.members if member.requester)
-            reason = member.requester if self._is_alone else f"{member.requester} on {member.name}"
+            reason = (
+                member.requester
+                if self._is_alone
+                else _("{requester} on {member}", requester=member.requester, member=member.name)
+            )
             self._start_barrier(generation, reason, "preempted")
             return
         if len(generation.members) < self._max_nodes and any(member.is_waiting for member in self._members):
@@ -562,18 +606,26 @@ class Coordinator:
         if self._rules.preemption_grace and all(generation.read_positions()):
             self._start_barrier(generation, f"{names} joined", "restart")
             return
-        _print(f"{names} joined; all ranks restart from the last checkpoint")
+        _print(_("{names} joined; all ranks restart from the last checkpoint", names=names))
         self._end("restart", failed_ns=time.monotonic_ns())
 
     def _start_barrier(self, generation: Generation, reason: str, then: Then) -> None:
         grace_s = self._rules.preemption_grace.total_seconds()
         _print(
-            f"{reason}: all ranks save at the same step and exit (within {grace_s:g} s; a second signal stops them "
-            "immediately)"
+            _(
+                "{reason}: all ranks save at the same step and exit (within {grace_s:g} s; a second signal stops "
+                "them immediately)",
+                reason=reason,
+                grace_s=grace_s,
+            )
             if self._is_alone
-            else f"{reason}: all ranks save at the same step and exit (within {grace_s:g} s)"
+            else _(
+                "{reason}: all ranks save at the same step and exit (within {grace_s:g} s)",
+                reason=reason,
+                grace_s=grace_s,
+            )
         )
-        self._rules.record.event("preemption", f"{reason}: all ranks save at the same step and exit")
+        self._rules.record.event("preemption", _("{reason}: all ranks save at the same step and exit", reason=reason))
         generation.barrier_reason, generation.then = reason, then
         generation.barrier = BarrierCoordinator(generation, grace_s)
 
@@ -607,7 +659,7 @@ class Coordinator:
         what, where, do = explain(ends, logs=self._rules.logs, machines=self._machines)
         self._rules.record.event(
             "failure",
-            what.partition("\n")[0],
+            what,
             rank=first.rank,
             step=generation.last_step(),
             at_ns=noticed_ns if failed_ns is None else failed_ns,
@@ -618,7 +670,7 @@ class Coordinator:
         if self._may_restart and not generation.is_exiting and not is_preempted:
             self._restart(error=error, culprit=culprit, failed_ns=failed_ns, noticed_ns=noticed_ns)
         else:
-            note = "" if self._is_alone else "the run ends"
+            note = "" if self._is_alone else _("the run ends")
             code = exit_status(ends)
             self._end(
                 "stop", code=code, error=error, culprit=culprit, note=note, failed_ns=failed_ns, noticed_ns=noticed_ns
@@ -626,7 +678,15 @@ class Coordinator:
 
     def _restart(self, **details: Any) -> None:
         self._num_restarts += 1
-        self._end("restart", note=f"restart {self._num_restarts} of {self._rules.max_restarts}", **details)
+        self._end(
+            "restart",
+            note=_(
+                "restart {num_restarts} of {max_restarts}",
+                num_restarts=self._num_restarts,
+                max_restarts=self._rules.max_restarts,
+            ),
+            **details,
+        )
 
     def _may_have_lost_a_node(self, generation: Generation, first: RankEnd, ends: Sequence[RankEnd]) -> bool:
         """Return whether a machine may be lost; ranks that lost contact show this before the heartbeat times out."""
@@ -676,7 +736,11 @@ class Coordinator:
         self._rendezvous_since = time.monotonic()
         brief = error
         if culprit is not None:
-            brief = f"{error.splitlines()[0]} (on {culprit.name}, which has the full report)"
+            brief = _(
+                "{headline} (on {culprit}, which has the full report)",
+                headline=error.splitlines()[0],
+                culprit=culprit.name,
+            )
         for member in here:
             if member.is_waiting:
                 continue  # it has left the generation already
@@ -711,7 +775,7 @@ class Coordinator:
 
     @staticmethod
     def _tell_over(member: NodeMember, then: Then, code: int) -> None:
-        member.peer.send("log", text=_OVER)
+        member.peer.send("log", text=_(_OVER))
         member.peer.send("end", then=then, code=code)
 
 

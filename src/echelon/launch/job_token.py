@@ -9,6 +9,7 @@ from pathlib import Path
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 
 TOKEN_VARIABLE = "ECHELON_TOKEN"
 TOKEN_FILE_VARIABLE = "ECHELON_TOKEN_FILE"
@@ -31,10 +32,10 @@ def find_token() -> bytes | None:
     """
     text = environ.get(TOKEN_VARIABLE)
     if text is not None:
-        return _checked(text.strip().encode(), f"env {TOKEN_VARIABLE}")
+        return _checked(text.strip().encode(), _("env {name}", name=TOKEN_VARIABLE))
     named = environ.get(TOKEN_FILE_VARIABLE)
     if named is not None:
-        return read_token(Path(named), f"env {TOKEN_FILE_VARIABLE}")
+        return read_token(Path(named), _("env {name}", name=TOKEN_FILE_VARIABLE))
     own = default_token_file()
     return read_token(own, str(own)) if os.path.exists(own) else None
 
@@ -62,22 +63,24 @@ def read_token(path: Path, where: str) -> bytes:
             mode = os.fstat(file.fileno()).st_mode
             if stat.S_ISREG(mode) and mode & 0o077:
                 raise ConfigError(
-                    f"other users can read the token in {path} (mode {stat.S_IMODE(mode):o})",
+                    _("other users can read the token in {path} (mode {mode:o})", path=path, mode=stat.S_IMODE(mode)),
                     where=where,
-                    do=f"create a new token that only you can read: rm {path}; echelon token {path}",
+                    do=_("create a new token that only you can read: rm {path}; echelon token {path}", path=path),
                 )
             return _checked(file.read(_MAX_BYTES).strip(), where)
     except OSError as error:
         raise ConfigError(
-            f"cannot read the token in {path}: {error.strerror}", where=where, do="use a file that you can read"
+            _("cannot read the token in {path}: {strerror}", path=path, strerror=error.strerror),
+            where=where,
+            do=_("use a file that you can read"),
         ) from error
 
 
 def _checked(token: bytes, where: str) -> bytes:
     if len(token) < _MIN_CHARACTERS:
         raise ConfigError(
-            f"the token has only {len(token)} characters, so it can be guessed",
+            _("the token has only {num_token} characters, so it can be guessed", num_token=len(token)),
             where=where,
-            do="create a token with `echelon token`",
+            do=_("create a token with `echelon token`"),
         )
     return token

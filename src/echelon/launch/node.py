@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol, TypeAlias, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _
 from echelon.diagnose.stall import RankView
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.local.goodput_recorder import GoodputReport, times_on
@@ -348,7 +349,7 @@ class Node:
             return time.monotonic_ns()
         attempt, ranks = self._attempt, self._ranks
         if attempt is None or ranks is None:
-            raise LaunchError("no rank is running")
+            raise LaunchError(_("no rank is running"))
         if kind == "views":
             return encode(ranks.views())
         if kind == "steps":
@@ -374,7 +375,7 @@ class Node:
             if self._result is not None or number != self._num_connections:
                 return
             self._set_result(GenerationResult(then="lost"))
-        _log(f"{what}; stopping the ranks on this machine")
+        _log(_("{what}; stopping the ranks on this machine", what=what))
 
 
 def _print_report(result: GenerationResult) -> None:

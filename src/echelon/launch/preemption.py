@@ -15,6 +15,7 @@ from typing import final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.diagnose.stall import name_ranks
 from echelon.launch.interrupts import Interrupts
 from echelon.status.board import Board, StatusNote
@@ -64,7 +65,7 @@ class PreemptionRequest:
         if first in SIGNALS and self._interrupts.count == 1:
             return signal.Signals(first).name
         rank, number = next(((i, n) for i, n in enumerate(self._board.preemption_signals()) if n), (0, 0))
-        return f"{signal.Signals(number).name} to rank {rank}" if number else ""
+        return _("{name} to rank {rank}", name=signal.Signals(number).name, rank=rank) if number else ""
 
 
 def stop_barrier_timeout(
@@ -81,21 +82,29 @@ def stop_barrier_timeout(
     where: dict[str, list[int]] = {}
     for rank, position in positions.items():
         note = notes.get(rank)
-        text = "no step yet" if note is None else f"step {note.step}, {note.phase or 'elsewhere'}"
-        text += " (at the stop barrier)" if state_of(position) is RankState.STOPPED else ""
+        text = _("no step yet")
+        if note is not None:
+            phase = _(str(note.phase) or N_("elsewhere"))
+            text = _("step {step}, {phase}", step=note.step, phase=phase)
+        text += _(" (at the stop barrier)") if state_of(position) is RankState.STOPPED else ""
         where.setdefault(text, []).append(rank)
     return LaunchError(
-        f"{requester}: the ranks did not reach a common step within {grace.total_seconds():g} s and were stopped",
-        where="; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in where.items()),
-        do="the next start resumes from the last checkpoint; set --preemption_grace to give the ranks more time",
+        _(
+            "{requester}: the ranks did not reach a common step within {grace:g} s and were stopped",
+            requester=requester,
+            grace=grace.total_seconds(),
+        ),
+        where=_("; ").join(_("{ranks}: {state}", ranks=name_ranks(ranks), state=text) for text, ranks in where.items()),
+        do=_("the next start resumes from the last checkpoint; set --preemption_grace to give the ranks more time"),
     )
 
 
 def report_preempted(requester: str, error: LaunchError | None = None) -> int:
     """Print how a preempted run ended, and return the launcher's exit code."""
-    text = (
-        f"{requester or 'preempted'}: all ranks stopped at the same step; exit code {EXIT_CODE}; "
-        "rerun the same command to resume"
+    text = _(
+        "{requester}: all ranks stopped at the same step; exit code {exit_code}; rerun the same command to resume",
+        requester=requester or _("preempted"),
+        exit_code=EXIT_CODE,
     )
     say(error or text, kind="note" if error is None else "error")
     return EXIT_CODE

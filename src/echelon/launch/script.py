@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,50 +58,59 @@ def _check_module(name: str) -> None:
     path = [os.getcwd(), *sys.path]
     if not top or (top not in sys.builtin_module_names and PathFinder.find_spec(top, path) is None):
         do = (
-            f"echelon launch {name} (without -m) runs a file"
+            _("echelon launch {name} (without -m) runs a file", name=name)
             if os.path.exists(name)
-            else "check the name, or install the module with pip"
+            else _("check the name, or install the module with pip")
         )
-        raise ConfigError(f"no module named {top!r}", where=f"-m {name}", do=do)
+        raise ConfigError(_("no module named {top!r}", top=top), where=f"-m {name}", do=do)
 
 
 def _check_program(name: str) -> None:
     if shutil.which(name) is None:
-        do = f"chmod +x {name}, or remove --no_python" if os.path.isfile(name) else "check the path"
-        raise ConfigError(f"{name} is not an executable program", where="--no_python", do=do)
+        do = _("chmod +x {name}, or remove --no_python", name=name) if os.path.isfile(name) else _("check the path")
+        raise ConfigError(_("{name} is not an executable program", name=name), where="--no_python", do=do)
 
 
 def _check_source(name: str) -> None:
     path = Path(name)
     if path.is_dir():
         raise ConfigError(
-            f"{name} is a directory, not a Python script", do=f"pass a file, for example {path / 'train.py'}"
+            _("{name} is a directory, not a Python script", name=name),
+            do=_("pass a file, for example {name}", name=path / "train.py"),
         )
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(
-            f"the script {name} does not exist",
-            where=f"directory {os.getcwd()}",
-            do="check the path; use -m for a module, or --no_python for a program that is not Python",
+            _("the script {name} does not exist", name=name),
+            where=_("directory {getcwd}", getcwd=os.getcwd()),
+            do=_("check the path; use -m for a module, or --no_python for a program that is not Python"),
         ) from error
     except OSError as error:
-        raise ConfigError(f"cannot read the script {name}: {error.strerror}", do="check its permissions") from error
+        raise ConfigError(
+            _("cannot read the script {name}: {strerror}", name=name, strerror=error.strerror),
+            do=_("check its permissions"),
+        ) from error
     try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        encoding, _lines = tokenize.detect_encoding(io.BytesIO(data).readline)
         data.decode(encoding)
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError(
-            f"{name} is not valid {error.encoding} text: byte 0x{data[error.start]:02x}",
+            _(
+                "{name} is not valid {encoding} text: byte 0x{data:02x}",
+                name=name,
+                encoding=error.encoding,
+                data=data[error.start],
+            ),
             where=f"{name}:{line}",
-            do="save it as UTF-8, or declare its encoding in the first line, as in `# -*- coding: latin-1 -*-`",
+            do=_("save it as UTF-8, or declare its encoding in the first line, as in `# -*- coding: latin-1 -*-`"),
         ) from error
     except SyntaxError as error:  # unknown encoding, or a first line that is not UTF-8
         raise ConfigError(
-            f"{name} is not Python source: {error.msg}",
+            _("{name} is not Python source: {msg}", name=name, msg=error.msg),
             where=f"{name}:1",
-            do="save it as UTF-8, or declare its encoding in the first line, as in `# -*- coding: latin-1 -*-`",
+            do=_("save it as UTF-8, or declare its encoding in the first line, as in `# -*- coding: latin-1 -*-`"),
         ) from error
     try:
         with warnings.catch_warnings():
@@ -109,7 +119,9 @@ def _check_source(name: str) -> None:
     except SyntaxError as error:
         source = f": {error.text.strip()}" if error.text else ""
         raise ConfigError(
-            f"syntax error: {error.msg}", where=f"{name}:{error.lineno}{source}", do="fix this line"
+            _("syntax error: {msg}", msg=error.msg), where=f"{name}:{error.lineno}{source}", do=_("fix this line")
         ) from error
     except ValueError as error:  # null bytes, before Python 3.12
-        raise ConfigError(f"{name} is not Python source: {error}", where=name, do="pass a Python file") from error
+        raise ConfigError(
+            _("{name} is not Python source: {error}", name=name, error=error), where=name, do=_("pass a Python file")
+        ) from error

@@ -37,6 +37,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, final
 from echelon.base import environ
 from echelon.base.device import num_devices
 from echelon.base.errors import LaunchError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import install_command
 from echelon.base.warnings import warn
 from echelon.config.resolve import Resolved
@@ -100,9 +101,9 @@ def spawn(
     """
     if nprocs < 1:
         raise UsageError(
-            f"spawn(nprocs={nprocs}) starts no process",
-            where="code spawn(nprocs=)",
-            do="pass nprocs=1 or more",
+            _("spawn(nprocs={nprocs}) starts no process", nprocs=nprocs),
+            where=_("code {name}", name="spawn(nprocs=)"),
+            do=_("pass nprocs=1 or more"),
         )
     call = _Call(function=fn, args=tuple(args), caller="spawn", has_rank_first=True)
     call.arguments(rank=0, world_size=nprocs)  # validates them
@@ -212,9 +213,14 @@ def _check_supported(**settings: tuple[int, int]) -> None:
     for name, (value, only) in settings.items():
         if value != only:
             raise UsageError(
-                f"notebook_launcher({name}={value}) is not supported, because the function runs once, on this machine",
-                where=f"code notebook_launcher({name}=)",
-                do=f"remove {name}, or move the function to a script and run it with echelon launch",
+                _(
+                    "notebook_launcher({name}={value}) is not supported, because the function runs once, on this "
+                    "machine",
+                    name=name,
+                    value=value,
+                ),
+                where=_("code notebook_launcher({name}=)", name=name),
+                do=_("remove {name}, or move the function to a script and run it with echelon launch", name=name),
             )
 
 
@@ -222,8 +228,10 @@ def _warn_ignored(**settings: tuple[object, object]) -> None:
     names = [name for name, (value, default) in settings.items() if value != default]
     if names:
         warn(
-            f"notebook_launcher ignores {', '.join(names)}, because processes on one machine use a free port on "
-            "loopback"
+            _(
+                "notebook_launcher ignores {names}, because processes on one machine use a free port on loopback",
+                names=", ".join(names),
+            )
         )
 
 
@@ -272,11 +280,21 @@ class _Call:
         if filled and len(self.args) <= len(others) and _fits(signature, (), by_name):
             return (), by_name
         name = getattr(self.function, "__qualname__", repr(self.function))
-        first = "the rank and then " if self.has_rank_first else ""
+        first = _("the rank and then ") if self.has_rank_first else ""
         raise UsageError(
-            f"{name}{signature} cannot be called by {self.caller}(args={self.args!r}), which passes {first}args",
-            where=f"code {self.caller}(args=)",
-            do="pass one value per parameter in args, except for parameters named rank and world_size, which are filled in",
+            _(
+                "{name}{signature} cannot be called by {caller}(args={args!r}), which passes {first}args",
+                name=name,
+                signature=signature,
+                caller=self.caller,
+                args=self.args,
+                first=first,
+            ),
+            where=_("code {caller}(args=)", caller=self.caller),
+            do=_(
+                "pass one value per parameter in args, except for parameters named rank and world_size, which are "
+                "filled in"
+            ),
         )
 
 
@@ -424,8 +442,8 @@ class SpawnContext:
         try:
             text = (self._directory / str(rank) / _TRACEBACK_FILE).read_text(encoding="utf-8")
         except OSError:
-            return f"rank {rank} recorded no traceback"
-        return f"traceback of rank {rank}:\n{textwrap.indent(text.rstrip(), '    ')}"
+            return _("rank {rank} recorded no traceback", rank=rank)
+        return _("traceback of rank {rank}:\n{text}", rank=rank, text=textwrap.indent(text.rstrip(), "    "))
 
     def _close(self) -> None:
         self._store = None
@@ -463,20 +481,34 @@ class _ByValue:
             import cloudpickle  # noqa: PLC0415 - an optional package, needed only here
         except ImportError as error:
             raise LaunchError(
-                "the function needs new processes because the kernel has used the device (or the system cannot fork), "
-                "but cloudpickle, which sends notebook functions to new processes, is not installed",
-                where="notebook_launcher or debug_launcher",
-                do=f"{install_command('notebook')}, or restart the kernel and use the device only in the function",
+                _(
+                    "the function needs new processes because the kernel has used the device (or the system cannot "
+                    "fork), but cloudpickle, which sends notebook functions to new processes, is not installed"
+                ),
+                where=_("notebook_launcher or debug_launcher"),
+                do=_(
+                    "{install}, or restart the kernel and use the device only in the function",
+                    install=install_command("notebook"),
+                ),
             ) from error
         self._load: Callable[[bytes], object] = cloudpickle.loads
         try:
             self._data: bytes = cloudpickle.dumps(value)
         except Exception as error:  # a user's __reduce__ may raise any exception
             raise UsageError(
-                f"the function, its arguments or its globals cannot be sent to new processes: {type(error).__name__}: "
-                f"{error}",
-                where="notebook_launcher or debug_launcher; ranks cannot be forked because the kernel has used the device or the system cannot fork",
-                do="create the object inside the function, or restart the kernel and use the device only in the function",
+                _(
+                    "the function, its arguments or its globals cannot be sent to new processes: {name}: {error}",
+                    name=type(error).__name__,
+                    error=error,
+                ),
+                where=_(
+                    "notebook_launcher or debug_launcher; ranks cannot be forked because the kernel has used the "
+                    "device or the system cannot fork"
+                ),
+                do=_(
+                    "create the object inside the function, or restart the kernel and use the device only in the "
+                    "function"
+                ),
             ) from error
 
     def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
@@ -533,8 +565,8 @@ def _refuse_process_group() -> None:
 
     if dist.is_available() and dist.is_initialized():
         raise UsageError(
-            "this kernel has initialized a process group, which forked processes can neither use nor leave",
-            do="call echelon.distributed.cleanup() or torch.distributed.destroy_process_group() first",
+            _("this kernel has initialized a process group, which forked processes can neither use nor leave"),
+            do=_("call echelon.distributed.cleanup() or torch.distributed.destroy_process_group() first"),
         )
 
 
@@ -633,8 +665,11 @@ def _limit_to_one_thread() -> None:
     def ignore(nthreads: int) -> None:
         if nthreads > 1:
             warn(
-                f"torch.set_num_threads({nthreads}) is ignored, because the kernel's threads do not exist in a forked "
-                "process and torch would hang; a script started by echelon launch can use more threads"
+                _(
+                    "torch.set_num_threads({nthreads}) is ignored, because the kernel's threads do not exist in a "
+                    "forked process and torch would hang; a script started by echelon launch can use more threads",
+                    nthreads=nthreads,
+                )
             )
 
     torch.set_num_threads = ignore
@@ -648,16 +683,20 @@ def _check_device() -> None:
     is_in_bad_fork: Callable[[], bool] = getattr(module, "_is_in_bad_fork", lambda: False)
     reason = ""
     if is_in_bad_fork():
-        reason = "a cell has used it (for example, created a tensor on it or called torch.cuda.is_available())"
+        reason = _("a cell has used it (for example, created a tensor on it or called torch.cuda.is_available())")
     else:
         try:
             torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if "fork" not in str(error):
                 raise
-            reason = "a cell has run a backward pass, which starts torch's device threads"
+            reason = _("a cell has run a backward pass, which starts torch's device threads")
     if reason:
         raise LaunchError(
-            f"the {torch.accelerator.current_accelerator()} device cannot be used in a process forked from this kernel: {reason}",
-            do="restart the kernel and use the device only in the function, or train on the CPU (ECHELON_CPU=1)",
+            _(
+                "the {current_accelerator} device cannot be used in a process forked from this kernel: {reason}",
+                current_accelerator=torch.accelerator.current_accelerator(),
+                reason=reason,
+            ),
+            do=_("restart the kernel and use the device only in the function, or train on the CPU (ECHELON_CPU=1)"),
         )

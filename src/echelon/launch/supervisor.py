@@ -13,6 +13,7 @@ from typing import Literal, Protocol, TypeAlias, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _
 from echelon.diagnose.stall import LONG_FACTOR, Answer, Class, RankView, Stall, StallClock, diagnose, name_ranks
 
 STALLED = 124
@@ -138,25 +139,39 @@ class Supervisor:
 
     def _report(self, stall: Stall, no_histories: list[str]) -> str:
         lines = "".join(f"\n    {line}" for line in [*stall.lines(), *self._machine_lines(stall)])
-        missing = f"\n    collectives unknown: {'; '.join(no_histories)}" if no_histories and stall.is_alarm else ""
-        kind = stall.kind.value
-        headline = f"stall ({kind}): {stall.what}" if stall.is_alarm else f"note ({kind}): {stall.what}"
-        then = {"report": "the run continues", "restart": "the run restarts", "stop": "the run stops"}
+        missing = (
+            _("\n    collectives unknown: {reasons}", reasons="; ".join(map(_, no_histories)))
+            if no_histories and stall.is_alarm
+            else ""
+        )
+        kind = _(stall.kind.value)
+        headline = (
+            _("stall ({kind}): {what}", kind=kind, what=stall.what)
+            if stall.is_alarm
+            else _("note ({kind}): {what}", kind=kind, what=stall.what)
+        )
+        then = {"report": _("the run continues"), "restart": _("the run restarts"), "stop": _("the run stops")}
         action = then[self._rules.on_stall if stall.is_alarm else "report"]
         error = LaunchError(
             f"{headline}{lines}{missing}",
-            where=f"{self._limit(stall)}; {action} (--on_stall)",
-            do=f"{stall.do}\n  stacks: echelon doctor {self._directory}"
-            + (" (each machine has the stacks of its own ranks)" if self._machines else ""),
+            where=_("{limit}; {action} (--on_stall)", limit=self._limit(stall), action=action),
+            do=_("{do}\n  stacks: echelon doctor {directory}", do=stall.do, directory=self._directory)
+            + (_(" (each machine has the stacks of its own ranks)") if self._machines else ""),
         )
         return str(error)
 
     def _limit(self, stall: Stall) -> str:
         if stall.kind is Class.LONG:
-            default = "" if self._rules.slow_timeout is not None else f", {LONG_FACTOR} times --stall_timeout"
-            return f"limit reached (--slow_timeout {self._rules.slow_s:g}{default})"
-        limit = f"(--stall_timeout {self._rules.timeout.total_seconds():g})"
-        return f"no progress for {stall.waited_s:.0f} s {limit}"
+            default = (
+                ""
+                if self._rules.slow_timeout is not None
+                else _(", {number} times --stall_timeout", number=LONG_FACTOR)
+            )
+            return _("limit reached (--slow_timeout {slow_s:g}{default})", slow_s=self._rules.slow_s, default=default)
+        limit_s = self._rules.timeout.total_seconds()
+        return _(
+            "no progress for {waited_s:.0f} s (--stall_timeout {limit_s:g})", waited_s=stall.waited_s, limit_s=limit_s
+        )
 
     def _machine_lines(self, stall: Stall) -> list[str]:
         """Return lines that name the machines of the stalled ranks."""
@@ -164,7 +179,10 @@ class Supervisor:
         for rank in stall.culprits or stall.ranks:
             if rank in self._machines:
                 ranks.setdefault(self._machines[rank], []).append(rank)
-        return [f"{name_ranks(numbers)}: on {machine}" for machine, numbers in list(ranks.items())[:_MAX_MACHINES]]
+        return [
+            _("{ranks}: on {machine}", ranks=name_ranks(numbers), machine=machine)
+            for machine, numbers in list(ranks.items())[:_MAX_MACHINES]
+        ]
 
 
 _MAX_MACHINES = 4

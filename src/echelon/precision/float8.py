@@ -11,6 +11,7 @@ from torch import nn
 
 from echelon.base.device import has_fp8
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import require
 from echelon.base.warnings import warn
 
@@ -67,9 +68,12 @@ def convert_model_to_fp8_ao(
         )
     if not has_ao_layers(model):
         warn(
-            f"no layer of {type(model).__name__} computes in fp8, so the model runs in bf16. By default, a Linear is "
-            "converted if both its sizes are multiples of 16 and it is neither the first nor the last; "
-            "AORecipeKwargs(module_filter_func=) changes this"
+            _(
+                "no layer of {name} computes in fp8, so the model runs in bf16. By default, a Linear is converted if "
+                "both its sizes are multiples of 16 and it is neither the first nor the last; "
+                "AORecipeKwargs(module_filter_func=) changes this",
+                name=type(model).__name__,
+            )
         )
 
 
@@ -82,9 +86,13 @@ def check_fp8_device(config: Any, *, device: torch.device) -> None:
     if config.emulate or has_fp8(device):
         return
     raise ConfigError(
-        f"mixed_precision='fp8' is not supported on the device {device}: fp8 matrix products need an NVIDIA GPU of "
-        "compute capability 8.9 "
-        "(Ada, Hopper) or an AMD MI300, or newer",
-        do="use bf16, or emulate fp8 (slow) with "
-        "kwargs_handlers=[AORecipeKwargs(config=torchao.float8.Float8LinearConfig(emulate=True))]",
+        _(
+            "mixed_precision='fp8' is not supported on the device {device}: fp8 matrix products need an NVIDIA "
+            "GPU of compute capability 8.9 (Ada, Hopper) or an AMD MI300, or newer",
+            device=device,
+        ),
+        do=_(
+            "use bf16, or emulate fp8 (slow) with "
+            "kwargs_handlers=[AORecipeKwargs(config=torchao.float8.Float8LinearConfig(emulate=True))]"
+        ),
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.config.schema import Precision
 from echelon.distributed.tree import contents, leaves, map_tensors
@@ -113,9 +114,14 @@ class _Autocast:
             self._has_warned = True
             model = getattr(self.__wrapped__, "__self__", None)
             warn(
-                f"the forward pass of {type(model).__name__} returned a {type(outputs).__name__}. Mixed precision does not "
-                f"convert the attributes of such an object to float32, so its tensors stay {self.policy.dtype}. Return a dict, a "
-                "named tuple or a dataclass, or call .float() on the loss's inputs"
+                _(
+                    "the forward pass of {name} returned a {outputs}. Mixed precision does not convert the attributes "
+                    "of such an object to float32, so its tensors stay {dtype}. Return a dict, a named tuple or a "
+                    "dataclass, or call .float() on the loss's inputs",
+                    name=type(model).__name__,
+                    outputs=type(outputs).__name__,
+                    dtype=self.policy.dtype,
+                )
             )
 
 

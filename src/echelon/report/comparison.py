@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import ConfigError
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.run_record import of_run
@@ -20,7 +20,7 @@ from echelon.report.run_folder import RecordedRun
 from echelon.report.step_series import StepSeries
 
 UNKNOWN = "-"
-NO_GOODPUT = "not measured (no training loop recorded)"
+NO_GOODPUT = N_("not measured (no training loop recorded)")
 
 
 _MACHINE_FACTS = MappingProxyType({"num_cores": "CPU cores", "memory_mb": "memory (MB)"})
@@ -62,7 +62,7 @@ def describe_run(run: RecordedRun, series: StepSeries | None) -> list[ComparedFa
         if group == "settings":
             if origins[name].source is SettingSource.DEFAULT:
                 continue
-            text = f"{text} ({translate(str(origins[name]))})"
+            text = f"{text} ({origins[name]})"
         if text != UNKNOWN:
             rows.append(ComparedFact(group=group, name=name, values=(text,)))
     return rows
@@ -77,14 +77,18 @@ def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
         found["steps"] = f"{series.last_step:,}"
         found["last loss"] = _significant(series.last_loss)
         found["samples/s"] = _significant(_median(series.samples_per_s.tolist()))
-        found["time of a step"] = f"{_significant(_median(series.step_ms.tolist()))} ms"
+        found[N_("time of a step")] = f"{_significant(_median(series.step_ms.tolist()))} ms"
         found["largest memory of a rank"] = f"{_significant(max(series.rank_memory_mb.tolist()))} MB"
     if run.goodput is not None:
         goodput = goodput_of(run.goodput["parts"], wall_s=run.goodput["wall_s"])
-        found["goodput"] = NO_GOODPUT if goodput is None else f"{goodput:.1%}"
+        found["goodput"] = _(NO_GOODPUT) if goodput is None else f"{goodput:.1%}"
     found = {name: UNKNOWN if text.startswith("nan") else text for name, text in found.items()}
     if series is not None and series.not_finite_from is not None:
-        found["last loss"] = f"{found['last loss']}, nan or infinite from step {series.not_finite_from:,} on"
+        found["last loss"] = _(
+            "{loss}, nan or infinite from step {not_finite_from:,} on",
+            loss=found["last loss"],
+            not_finite_from=series.not_finite_from,
+        )
     # A metric that is nan is known, unlike the numbers above.
     return found | {name: _significant(value) for name, value in last_metrics(run).items()}
 
@@ -92,7 +96,7 @@ def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
 def steps_text(step: int | None, *, resumed_at: int | None) -> str:
     """Return the run's last step as text, or that it took none after it resumed from a finished training's checkpoint."""
     if step is None:
-        return UNKNOWN if resumed_at is None else f"0 (already at step {resumed_at})"
+        return UNKNOWN if resumed_at is None else _("0 (already at step {resumed_at})", resumed_at=resumed_at)
     return str(step)
 
 
@@ -133,7 +137,7 @@ def settings_of(run: RecordedRun) -> Resolved[RunConfig] | str:
     try:
         return of_run(run.folder)
     except ConfigError:
-        return "The settings are unknown, because config.json is missing or damaged."
+        return _("The settings are unknown, because config.json is missing or damaged.")
 
 
 def format_duration(seconds: float | None) -> str:
@@ -144,7 +148,7 @@ def format_duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return _("{minutes} min {rest:02d} s", minutes=minutes, rest=rest)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
+from echelon.base.messages.translation import gettext as _, in_english
 from echelon.diagnose.stall import RankView
 from echelon.launch.local.ranks import STOPPED_STATES, read_process
 from echelon.report.rank_rows import RankRow, RankSample, RowTracker
 from echelon.report.run_folder import RecordedRun, read_run
 from echelon.status.board import BoardReader
-from echelon.status.run_files import EVENTS_FILE, INFO_FILE, METRICS_FILE
+from echelon.status.run_files import EVENTS_FILE, INFO_FILE, METRICS_FILE, event_text
 from echelon.status.step_records import StepFile, read_step_file
 from echelon.status.strict_json import loads
 
@@ -145,7 +146,7 @@ class LiveRun:
             losses=recent.losses,
             loss_from=recent.loss_from,
             rows=rows,
-            events=[str(event.get("text", "")) for event in _last_lines(self.folder / EVENTS_FILE)[-_MAX_EVENTS:]],
+            events=[event_text(event) for event in _last_lines(self.folder / EVENTS_FILE)[-_MAX_EVENTS:]],
         )
 
     def _open_board(self, facts: Mapping[str, Any], outcome: str) -> str:
@@ -156,20 +157,24 @@ class LiveRun:
             self._tracker = RowTracker()  # other processes
         if outcome != "running":
             self.close()
-            return "the run has ended" if facts else f"{self.folder} has no {INFO_FILE}"
+            return (
+                _("the run has ended")
+                if facts
+                else _("{folder} has no {info_file}", folder=self.folder, info_file=INFO_FILE)
+            )
         if self._board is not None:
             return ""
         host = str((facts.get("machine") or {}).get("host") or "")
         if host and host != socket.gethostname():
-            return f"the run's processes are on {host}; run this command there to see its ranks"
+            return _("the run's processes are on {host}; run this command there to see its ranks", host=host)
         if not path:
-            return "its processes have not been started yet"
+            return _("its processes have not been started yet")
         try:
             self._board, self._board_path = BoardReader(path), path
         except FileNotFoundError:
-            return "its status board does not exist (yet); the launcher removes it at the end of each attempt"
+            return _("its status board does not exist (yet); the launcher removes it at the end of each attempt")
         except (OSError, ValueError) as error:
-            return f"its status board cannot be read: {error}"
+            return _("its status board cannot be read: {error}", error=error)
         return ""
 
 
@@ -187,9 +192,9 @@ class _RecentSteps:
     """The step records of the last attempt, evenly spaced for a curve, and the last ones for rates."""
 
     def __init__(self, paths: Sequence[tuple[int, int, Path]]) -> None:
-        attempt = max((number for number, _, _ in paths), default=0)
+        attempt = max((number for number, _rank, _path in paths), default=0)
         self._files: list[StepFile] = []
-        for number, _, path in paths:
+        for number, _rank, path in paths:
             with suppress(OSError, ValueError):  # the rank is creating it
                 if number == attempt:
                     num_spread = 0 if self._files else _NUM_LOSSES  # the curve is that of one rank
@@ -197,7 +202,7 @@ class _RecentSteps:
         first = self._files[0] if self._files else None
         self.losses = [record.loss for record in first.records] if first else []
         """The losses of one rank, evenly spaced over the attempt."""
-        self.loss_from = f"rank {first.rank}" if first else ""
+        self.loss_from = _("rank {rank}", rank=first.rank) if first else ""
         last = list(reversed(first.last)) if first else []
         # On an accelerator, losses and norms are known some steps later.
         self.loss = next((record.loss for record in last if record.num_losses), None)
@@ -284,6 +289,7 @@ def _number(value: object) -> float | None:
 
 
 def _plain(value: Any) -> Any:
+    value = in_english(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value

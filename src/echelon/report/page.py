@@ -11,7 +11,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from echelon.base.messages.translation import language, translate, translated_template
+from echelon.base.messages.translation import gettext as _, language, messages_of
 
 
 def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
@@ -34,7 +34,7 @@ def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
         "policy": policy,
         "lang": _LANGUAGES.get(language() or "", "en"),
         "title": _escape(str(data["title"])),
-        **{name: _escape(translate(text)) for name, text in _HTML_TEXTS.items()},
+        **{name: _escape(_(text)) for name, text in _HTML_TEXTS.items()},
         "live": "" if live_url is None else f' data-live="{_escape(live_url)}"',
         "style": asset("uPlot.min.css") + asset("page.css"),
         "data": text,
@@ -126,10 +126,10 @@ _COUNTED = re.compile(r"""\bcount\([^"]*"([^"]*)", "([^"]*)"\)""")
 
 
 def page_texts() -> list[str]:
-    """Return the sentences and names that page.js shows, in English, with ``{name}`` for values."""
+    """Return the sentences and names that the page and page.js show, in English, with ``{name}`` for values."""
     script = asset("page.js")
     found = [text for pair in [*_SENTENCE.findall(script), *_COUNTED.findall(script)] for text in pair if text]
-    return list(dict.fromkeys((*found, *_NAMES)))
+    return list(dict.fromkeys((*found, *_NAMES, *_HTML_TEXTS.values())))
 
 
 def asset(name: str) -> str:
@@ -139,10 +139,9 @@ def asset(name: str) -> str:
 
 def _translations() -> dict[str, str]:
     """Return the texts of page.js in the user's language; empty in English."""
-    if language() is None:
-        return {}
-    pairs = ((text, translated_template(text)) for text in page_texts())
-    return {text: translated for text, translated in pairs if translated is not None}
+    code = language()
+    messages = {} if code is None else messages_of(code)
+    return {text: messages[text] for text in page_texts() if text in messages}
 
 
 def _hash(script: str) -> str:

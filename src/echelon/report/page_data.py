@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon._version import __version__
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.config.origin import SettingSource
 from echelon.config.schema import RunConfig, field_names
 from echelon.diagnose.goodput import goodput_of
@@ -29,6 +29,7 @@ from echelon.report.comparison import (
 )
 from echelon.report.run_folder import RecordedRun
 from echelon.report.step_series import MAX_POINTS, Spread, StepSeries, step_series
+from echelon.status.run_files import event_text
 
 _MAX_MARKERS = 300
 """Largest number of checkpoints, and of other events, on the time line."""
@@ -50,26 +51,34 @@ _PEAK_FLOPS = MappingProxyType(
         r"MI300X": 1307e12,
     }
 )
-_NO_RECORDS = (
-    "The run has no step records: no optimizer step was finished, the script uses no prepared optimizer, or recording was "
-    "turned off (--no_record)."
+_NO_RECORDS = N_(
+    "The run has no step records: no optimizer step was finished, the script uses no prepared optimizer, "
+    "or recording was turned off (--no_record)."
 )
-_PROGRAM_IS_WHOLE = (
+_PROGRAM_IS_WHOLE = N_(
     "The time of the program is not divided into parts, and its useful share is unknown: no training "
     "loop was recorded. The Accelerator and the Trainer record its phases."
 )
 _WHY_MISSING = MappingProxyType(
     {
-        "loss": "No loss was recorded, because no loss was passed to Accelerator.backward. Log it: Accelerator.log({'loss': loss}, "
-        "step) or echelon.distributed.log({'loss': loss}, step=step).",
-        "lr": "No learning rate was recorded, because the optimizer's first parameter group has none.",
-        "grad_norm": "No gradient norm was computed. Accelerator.clip_grad_norm_ and the Trainer's max_grad_norm compute it.",
-        "samples": "No samples were counted. echelon counts them in loaders that are passed to prepare() or shard().",
-        "items": "No tokens were counted. Pass their number: Accelerator.backward(loss, num_items=...).",
-        "parts": "The time of a step by phase is known from the second step on.",
-        "memory": "No memory was recorded. It is measured once a second.",
-        "stragglers": "There is one rank, and so nothing to compare.",
-        "metrics": "No metric was logged. Accelerator.log, Trainer.log, evaluations and echelon.distributed.log write metrics.",
+        "loss": N_(
+            "No loss was recorded, because no loss was passed to Accelerator.backward. Log it: "
+            "Accelerator.log({'loss': loss}, step) or echelon.distributed.log({'loss': loss}, step=step)."
+        ),
+        "lr": N_("No learning rate was recorded, because the optimizer's first parameter group has none."),
+        "grad_norm": N_(
+            "No gradient norm was computed. Accelerator.clip_grad_norm_ and the Trainer's max_grad_norm compute it."
+        ),
+        "samples": N_(
+            "No samples were counted. echelon counts them in loaders that are passed to prepare() or shard()."
+        ),
+        "items": N_("No tokens were counted. Pass their number: Accelerator.backward(loss, num_items=...)."),
+        "parts": N_("The time of a step by phase is known from the second step on."),
+        "memory": N_("No memory was recorded. It is measured once a second."),
+        "stragglers": N_("There is one rank, and so nothing to compare."),
+        "metrics": N_(
+            "No metric was logged. Accelerator.log, Trainer.log, evaluations and echelon.distributed.log write metrics."
+        ),
     }
 )
 
@@ -80,7 +89,7 @@ def page_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     facts = compare_runs(runs, series) if len(runs) > 1 else []
     return {
         "echelon": __version__,
-        "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        "title": runs[0].name if len(runs) == 1 else _("{num_runs} runs", num_runs=len(runs)),
         "runs": [_run(run, one) for run, one in zip(runs, series)],
         "comparison": [[fact.group, fact.name, list(fact.values), fact.is_equal] for fact in facts],
     }
@@ -91,14 +100,14 @@ def _run(run: RecordedRun, series: StepSeries | None) -> dict[str, Any]:
     missing: dict[str, str] = {}
     metrics, values = _metrics(run, series, began)
     if not metrics and not values:
-        missing["metrics"] = _WHY_MISSING["metrics"]
+        missing["metrics"] = _(_WHY_MISSING["metrics"])
     timeline = _timeline(run, series, began)
     if timeline is None:
-        missing["timeline"] = "Neither events nor steps were recorded. echelon launch writes events.jsonl."
+        missing["timeline"] = _("Neither events nor steps were recorded. echelon launch writes events.jsonl.")
     if run.goodput is None:
         missing["goodput"] = _why_no_goodput(run)
     elif goodput_of(run.goodput["parts"], wall_s=run.goodput["wall_s"]) is None:
-        missing["goodput parts"] = _PROGRAM_IS_WHOLE
+        missing["goodput parts"] = _(_PROGRAM_IS_WHOLE)
     settings = settings_of(run)
     if isinstance(settings, str):
         missing["settings"] = settings
@@ -114,7 +123,7 @@ def _run(run: RecordedRun, series: StepSeries | None) -> dict[str, Any]:
         "num_ranks": run.facts.get("num_processes") or (len(series.ranks) if series else None),
         "folder": str(run.folder.resolve()),
         "tiles": _tiles(run, series),
-        "warnings": [translate(text) for text in _warnings(series)],
+        "warnings": _warnings(series),
         **_series(run, series, began, missing, {metric["name"] for metric in metrics}),
         "metrics": metrics,
         "values": values,
@@ -123,7 +132,7 @@ def _run(run: RecordedRun, series: StepSeries | None) -> dict[str, Any]:
         "settings": [] if isinstance(settings, str) else _settings_rows(settings),
         "environment": _environment(run),
         "versions": [[str(name), str(value)] for name, value in (run.facts.get("versions") or {}).items()],
-        "missing": {name: translate(why) for name, why in missing.items()},
+        "missing": missing,
     }
 
 
@@ -142,10 +151,10 @@ def _series(
 ) -> dict[str, Any]:
     if series is None:
         names = ("loss", "lr", "grad_norm", "samples", "items", "parts", "memory", "stragglers")
-        missing.update(dict.fromkeys(names, _NO_RECORDS))
+        missing.update(dict.fromkeys(names, _(_NO_RECORDS)))
         if "loss" in metric_names:
             missing.pop("loss")
-        return {"x": None, "series": {}, "ranks": None, "verdict": "", "mfu": translate(_mfu(run, None))}
+        return {"x": None, "series": {}, "ranks": None, "verdict": "", "mfu": _mfu(run, None)}
     found: dict[str, Any] = {
         "loss": _spread(series.loss),
         "lr": _floats(series.lr),
@@ -166,13 +175,13 @@ def _series(
         if np.isnan(column).all():
             del found[name]
             if name != "loss" or "loss" not in metric_names:
-                missing[name] = _WHY_MISSING[name]
+                missing[name] = _(_WHY_MISSING[name])
     if np.isnan(series.memory_mb).all():
-        missing["memory"] = _WHY_MISSING["memory"]
+        missing["memory"] = _(_WHY_MISSING["memory"])
     if len(series.ranks) == 1:
-        missing["stragglers"] = _WHY_MISSING["stragglers"]
+        missing["stragglers"] = _(_WHY_MISSING["stragglers"])
     elif not series.has_parts:
-        missing["stragglers"] = (
+        missing["stragglers"] = _(
             "The time by phase, which shows who waits for whom, is recorded by the Accelerator and the Trainer."
         )
     ranks = {
@@ -187,8 +196,8 @@ def _series(
         "x": {"step": _floats(series.steps), "time": _floats(series.times - began)},
         "series": found,
         "ranks": ranks,
-        "verdict": translate(series.verdict),
-        "mfu": translate(_mfu(run, series)),
+        "verdict": series.verdict,
+        "mfu": _mfu(run, series),
     }
 
 
@@ -196,53 +205,66 @@ def _tiles(run: RecordedRun, series: StepSeries | None) -> list[dict[str, str]]:
     tiles: list[tuple[str, str, str]] = []
     if series is not None:
         loss = series.last_loss if not math.isnan(series.last_loss) else last_metrics(run).get("loss", math.nan)
-        tiles.append(("last loss", _short(loss), f"step {series.last_step:,}"))
-        repeated = f"{series.num_repeated:,} repeated" if series.num_repeated else "optimizer steps"
-        tiles.append(("steps", f"{series.num_steps:,}", repeated))
+        tiles.append((_("last loss"), _short(loss), _("step {step:,}", step=series.last_step)))
+        repeated = (
+            _("{num_repeated:,} repeated", num_repeated=series.num_repeated)
+            if series.num_repeated
+            else _("optimizer steps")
+        )
+        tiles.append((_("steps"), f"{series.num_steps:,}", repeated))
     if duration_s(run) is not None:
-        tiles.append(("wall time", format_duration(duration_s(run)), format_time(run.facts.get("began"))[:16]))
+        tiles.append((_("wall time"), format_duration(duration_s(run)), format_time(run.facts.get("began"))[:16]))
     if run.goodput is not None:
         goodput = goodput_of(run.goodput["parts"], wall_s=run.goodput["wall_s"])
         if goodput is not None:
-            tiles.append(("goodput", f"{goodput:.1%}", "useful time"))
+            tiles.append((_("goodput"), f"{goodput:.1%}", _("useful time")))
     if series is not None:
         items = np.nanmedian(series.items_per_s) if not np.isnan(series.items_per_s).all() else math.nan
         samples = np.nanmedian(series.samples_per_s) if not np.isnan(series.samples_per_s).all() else math.nan
         if not math.isnan(samples):
-            tiles.append(("samples/s", _short(float(samples)), "median, all ranks"))
+            tiles.append((_("samples/s"), _short(float(samples)), _("median, all ranks")))
         if not math.isnan(items):
-            tiles.append(("tokens/s", _short(float(items)), "median, all ranks"))
+            tiles.append((_("tokens/s"), _short(float(items)), _("median, all ranks")))
         memory = series.rank_memory_mb
         if not np.isnan(memory).all():
             rank = series.ranks[int(np.nanargmax(memory))]
-            where = "largest" if len(series.ranks) == 1 else f"largest, rank {rank}"
-            tiles.append(("memory", _memory(float(np.nanmax(memory))), where))
+            where = _("largest") if len(series.ranks) == 1 else _("largest, rank {rank}", rank=rank)
+            tiles.append((_("memory"), _memory(float(np.nanmax(memory))), where))
     if restarts := run.facts.get("num_restarts"):
-        tiles.append(("restarts", str(restarts), "see the time line"))
-    return [{"name": translate(name), "value": value, "note": translate(note)} for name, value, note in tiles]
+        tiles.append((_("restarts"), str(restarts), _("see the time line")))
+    return [{"name": name, "value": value, "note": note} for name, value, note in tiles]
 
 
 def _warnings(series: StepSeries | None) -> list[str]:
     if series is None or series.not_finite_from is None:
         return []
-    return [f"The loss is not finite from step {series.not_finite_from:,} on (nan or infinite)."]
+    return [
+        _(
+            "The loss is not finite from step {not_finite_from:,} on (nan or infinite).",
+            not_finite_from=series.not_finite_from,
+        )
+    ]
 
 
 def _mfu(run: RecordedRun, series: StepSeries | None) -> str:
     """Return the model FLOPs utilization as a sentence, or why it is unknown."""
     last = last_metrics(run)
     if "mfu" in last:
-        return f"MFU {last['mfu']:.1%} (logged by the script)"
+        return _("MFU {last:.1%} (logged by the script)", last=last["mfu"])
     flops = last.get("total_flos", 0.0)
     if not flops or series is None:
-        return "MFU is unknown, because the FLOPs of a step are (the Trainer logs total_flos; scripts can log mfu)."
+        return _("MFU is unknown, because the FLOPs of a step are (the Trainer logs total_flos; scripts can log mfu).")
     accelerators = (run.facts.get("machine") or {}).get("accelerators") or []
     peak = _peak_flops(str(accelerators[0])) if accelerators else None
     if peak is None:
-        return f"{flops:.3g} FLOPs in total. MFU is unknown, because the peak FLOP/s of this device is."
+        return _("{flops:.3g} FLOPs in total. MFU is unknown, because the peak FLOP/s of this device is.", flops=flops)
     # The total counts all steps, also those before this run resumed; this run's records have the time of its own steps.
     seconds = float(np.nanmean(series.step_ms)) / 1e3 * series.last_step
-    return f"MFU {flops / seconds / peak / len(series.ranks):.1%} of {peak / 1e12:.0f} TFLOP/s per device"
+    return _(
+        "MFU {value:.1%} of {peak:.0f} TFLOP/s per device",
+        value=flops / seconds / peak / len(series.ranks),
+        peak=peak / 1e12,
+    )
 
 
 def _peak_flops(device: str) -> float | None:
@@ -330,9 +352,8 @@ def _timeline(run: RecordedRun, series: StepSeries | None, began: float) -> dict
 
 def _event_text(event: Mapping[str, Any]) -> str:
     step = event.get("step")
-    at = f"step {step:,}: " if isinstance(step, int) else ""
-    text = translate(str(event.get("text") or event.get("kind") or ""))
-    return f"{at}{text}"
+    at = _("step {step:,}: ", step=step) if isinstance(step, int) else ""
+    return f"{at}{event_text(event)}"
 
 
 def _thinned(events: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
@@ -341,20 +362,20 @@ def _thinned(events: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 def _why_no_goodput(run: RecordedRun) -> str:
     if run.outcome == "running":
-        return "Goodput is written when the run ends or restarts."
+        return _("Goodput is written when the run ends or restarts.")
     launcher = run.facts.get("launcher")
     if launcher not in (None, "echelon launch"):
-        return f"Goodput is measured by echelon launch; this run was started with {launcher}."
-    return "No goodput was written, because the launcher was killed before the run ended."
+        return _("Goodput is measured by echelon launch; this run was started with {launcher}.", launcher=launcher)
+    return _("No goodput was written, because the launcher was killed before the run ended.")
 
 
 def _settings_rows(settings: Any) -> list[list[Any]]:
     rows = []
     for name in field_names(RunConfig):
         origin = settings.origins[name]
-        lost = [f"{s.value!r} ({translate(str(s.origin))})" for s in settings.shadowed if s.name == name]
+        lost = [f"{s.value!r} ({s.origin})" for s in settings.shadowed if s.name == name]
         is_default = origin.source is SettingSource.DEFAULT
-        rows.append([name, repr(getattr(settings.value, name)), translate(str(origin)), ", ".join(lost), is_default])
+        rows.append([name, repr(getattr(settings.value, name)), str(origin), ", ".join(lost), is_default])
     return sorted(rows, key=lambda row: row[4])
 
 
@@ -362,16 +383,15 @@ def _environment(run: RecordedRun) -> list[tuple[str, str]]:
     facts = run.facts
     machine: Mapping[str, Any] = facts.get("machine") or {}
     git: Mapping[str, Any] = facts.get("git") or {}
-    changes = f" {translate('with uncommitted changes')}" if git.get("is_dirty") else ""
+    no_branch = _("no branch")
+    changes = _(" with uncommitted changes") if git.get("is_dirty") else ""
     memory = machine.get("memory_mb")
     rows = [
         ("command", command_line(run)),
         ("working directory", str(facts.get("cwd") or UNKNOWN)),
         (
             "git",
-            f"{git['commit']} ({git.get('branch') or translate('no branch')}){changes}"
-            if git.get("commit")
-            else UNKNOWN,
+            f"{git['commit']} ({git.get('branch') or no_branch}){changes}" if git.get("commit") else UNKNOWN,
         ),
         ("launcher", str(facts.get("launcher") or UNKNOWN)),
         ("processes", str(facts.get("num_processes") or UNKNOWN)),
@@ -380,12 +400,14 @@ def _environment(run: RecordedRun) -> list[tuple[str, str]]:
         ("system", str(machine.get("system") or UNKNOWN)),
         (
             "processor",
-            f"{machine.get('processor')}, {machine.get('num_cores')} {translate('cores')}" if machine else UNKNOWN,
+            _("{processor}, {number} cores", processor=machine.get("processor"), number=machine.get("num_cores"))
+            if machine
+            else UNKNOWN,
         ),
         ("memory", _memory(float(memory)) if isinstance(memory, (int, float)) else UNKNOWN),
         (
             "accelerators",
-            ", ".join(map(str, machine.get("accelerators") or [])) or (translate("none") if machine else UNKNOWN),
+            ", ".join(map(str, machine.get("accelerators") or [])) or (_("none") if machine else UNKNOWN),
         ),
         ("began", format_time(facts.get("began"))),
         ("ended", format_time(facts.get("ended"))),

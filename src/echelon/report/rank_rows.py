@@ -11,7 +11,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import final
 
-from echelon.base.messages.translation import translate, translated_template
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.diagnose.stall import RankView, name_ranks
 from echelon.diagnose.straggler import steps_of
 from echelon.status.board import Doing, Phase, Times
@@ -28,7 +28,7 @@ _MIN_STEPS = 20
 _MIN_HEARTBEATS = 6
 _SELDOM, _OFTEN = 0.25, 0.6
 """A rank that waits in less than the first part of its heartbeats is slow if the others wait in more than the second."""
-_PARTS = MappingProxyType({"data": "waiting for data", "other": "code outside the model"})
+_PARTS = MappingProxyType({"data": N_("waiting for data"), "other": N_("code outside the model")})
 _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 
 
@@ -81,21 +81,22 @@ class RankRow:
         """Return the row as one line for ``echelon doctor``."""
         parts = [
             self.what,
-            "" if self.step is None else f"step {self.step}",
+            "" if self.step is None else _("step {step}", step=self.step),
             self.phase,
-            f"last operation {self.operation}" if self.operation else "",
-            f"{self.num_collectives} collectives" if self.num_collectives else "",
+            _("last operation {operation}", operation=self.operation) if self.operation else "",
+            _("{num_collectives} collectives", num_collectives=self.num_collectives) if self.num_collectives else "",
             at_place(self.place) if self.place else "",
-            "" if math.isnan(self.heartbeat_s) else f"heartbeat {self.heartbeat_s:.1f} s ago",
+            ""
+            if math.isnan(self.heartbeat_s)
+            else _("heartbeat {heartbeat_s:.1f} s ago", heartbeat_s=self.heartbeat_s),
             "" if math.isnan(self.memory_mb) else f"{self.memory_mb:.0f} MB",
         ]
-        return f"rank {self.rank}: {'; '.join(translate(part) for part in parts if part)}"
+        return _("rank {rank}: {state}", rank=self.rank, state="; ".join(filter(None, parts)))
 
 
 def at_place(place: str) -> str:
     """Return ``at PLACE`` in the user's language."""
-    template = translated_template("state: at {place}")
-    return f"at {place}" if template is None else template.format(place=place)
+    return _("at {place}", place=place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,28 +194,32 @@ class RowTracker:
     def _difference(self, sample: RankSample, everyone: _AllRanks, now: float) -> tuple[Difference, str]:
         view, note = sample.view, sample.view.note
         if not sample.is_running:
-            return (Difference.EXITED, "exited") if everyone.any_runs else (Difference.NONE, "")
+            return (Difference.EXITED, _("exited")) if everyone.any_runs else (Difference.NONE, "")
         if view.is_stopped:
-            return Difference.STOPPED, "stopped (SIGSTOP or a debugger)"
+            return Difference.STOPPED, _("stopped (SIGSTOP or a debugger)")
         if view.watch is not None and view.watch.doing & Doing.ENDED:
             return Difference.NONE, ""
         silent_s = 0.0 if view.watch is None else now - view.watch.time_ns / 1e9
         if silent_s >= _SILENT_S:
-            return Difference.SILENT, f"no heartbeat for {silent_s:.0f} s"
+            return Difference.SILENT, _("no heartbeat for {silent_s:.0f} s", silent_s=silent_s)
         waited_s = now - everyone.awaited_since
         if everyone.awaited == view.rank and view.watch is not None and waited_s >= _WAIT_S:
-            return Difference.AWAITED, f"the other ranks have been waiting for it for {waited_s:.0f} s"
+            return Difference.AWAITED, _(
+                "the other ranks have been waiting for it for {waited_s:.0f} s", waited_s=waited_s
+            )
         if everyone.slow is not None and everyone.slow[0] == view.rank:
             return Difference.SLOW, everyone.slow[1]
         num_behind = 0 if note is None else everyone.last_step - note.step
         if self._lasts(view.rank, Difference.BEHIND, num_behind > 0, now) or num_behind > 1:
-            return Difference.BEHIND, f"{num_behind} step{'s' if num_behind > 1 else ''} behind"
+            return Difference.BEHIND, _(
+                "{num_behind} step{s} behind", num_behind=num_behind, s="s" if num_behind > 1 else ""
+            )
         is_elsewhere = (
             note is not None and everyone.phase is not None and note.phase not in (Phase.NONE, everyone.phase)
         )
         if self._lasts(view.rank, Difference.PHASE, is_elsewhere, now):
             assert note is not None
-            return Difference.PHASE, f"in another phase for {now - note.time_ns / 1e9:.0f} s"
+            return Difference.PHASE, _("in another phase for {seconds:.0f} s", seconds=now - note.time_ns / 1e9)
         return Difference.NONE, ""
 
     def _lasts(self, rank: int, difference: Difference, is_so: bool, now: float) -> bool:
@@ -251,7 +256,7 @@ class RowTracker:
         last = self._samples[-1][1]
         if len(last) < len(samples):
             return None  # a rank that has not begun yet
-        for _, first in reversed(self._samples):  # the shortest time with enough steps, else since the start
+        for _time, first in reversed(self._samples):  # the shortest time with enough steps, else since the start
             if first.keys() == last.keys() and _num_steps(first, last) >= _MIN_STEPS:
                 break
         else:
@@ -262,8 +267,13 @@ class RowTracker:
         if steps is None or steps.slowest is None:
             return None
         own = steps.parts[steps.slow_part]
-        part = _PARTS.get(steps.slow_part, steps.slow_part)
-        return steps.slowest, f"slow: {part} {_ms(steps.slow_ms)} ms per step (median {_ms(own.median)})"
+        part = _(_PARTS.get(steps.slow_part, steps.slow_part))
+        return steps.slowest, _(
+            "slow: {part} {slow_ms} ms per step (median {median})",
+            part=part,
+            slow_ms=_ms(steps.slow_ms),
+            median=_ms(own.median),
+        )
 
     def _slow_by_heartbeats(self, samples: Sequence[RankSample]) -> tuple[int, str] | None:
         """Return the rank that seldom waits while the others often do, for programs whose steps are unknown."""
@@ -275,7 +285,11 @@ class RowTracker:
         if waits[slowest] > _SELDOM or min(part for rank, part in waits.items() if rank != slowest) < _OFTEN:
             return None
         others = median(part for rank, part in waits.items() if rank != slowest)
-        return slowest, f"slow: waits {waits[slowest]:.0%} of the time (median of the others {others:.0%})"
+        return slowest, _(
+            "slow: waits {waits:.0%} of the time (median of the others {others:.0%})",
+            waits=waits[slowest],
+            others=others,
+        )
 
 
 def _ms(number: float) -> str:
@@ -296,17 +310,17 @@ def _spent_ms(first: Times | None, last: Times, num_steps: int) -> list[float]:
 def _phase(sample: RankSample) -> str:
     view = sample.view
     if not sample.is_running:
-        return "exited"
+        return _("exited")
     if view.watch is None:
-        return "starting"
+        return _("starting")
     if view.watch.doing & Doing.DEBUGS:
-        return "in a debugger"
+        return _("in a debugger")
     if view.slow_phase:
-        return view.slow_phase
-    phase = view.phase
+        return _(view.slow_phase)
+    phase = view.phase and _(view.phase)
     if view.waits:
-        return f"{phase}, waiting" if phase else "waiting for other ranks"
-    return phase or "in the program"
+        return _("{phase}, waiting", phase=phase) if phase else _("waiting for other ranks")
+    return phase or _("in the program")
 
 
 def fold_rows(rows: Sequence[RankRow], room: int) -> tuple[list[RankRow], str]:
@@ -326,18 +340,13 @@ def _summary(rows: Sequence[RankRow], num_differing: int) -> str:
     ages = [row.heartbeat_s for row in rows if not math.isnan(row.heartbeat_s)]
     memory = [row.memory_mb for row in rows if not math.isnan(row.memory_mb)]
     parts = [
-        f"{num_differing} of them differ" if num_differing else "",
+        _("{num_differing} of them differ", num_differing=num_differing) if num_differing else "",
         _span("step", [float(step) for step in steps], ""),
-        ", ".join(
-            f"{translate(phase)} ({number})" if len(phases) > 1 else translate(phase)
-            for phase, number in phases.most_common(3)
-        ),
-        f"heartbeat at most {max(ages):.1f} s ago" if ages else "",
+        ", ".join(f"{phase} ({number})" if len(phases) > 1 else phase for phase, number in phases.most_common(3)),
+        _("heartbeat at most {ages:.1f} s ago", ages=max(ages)) if ages else "",
         _span("", memory, " MB"),
     ]
-    return (
-        f"{translate(name_ranks([row.rank for row in rows]))}: {'; '.join(translate(part) for part in parts if part)}"
-    )
+    return f"{name_ranks([row.rank for row in rows])}: {'; '.join(filter(None, parts))}"
 
 
 def _span(name: str, values: Sequence[float], unit: str) -> str:

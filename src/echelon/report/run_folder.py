@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.config.run_record import RUN_FILE as CONFIG_FILE
 from echelon.status.run_files import DEFAULT_PARENT, EVENTS_FILE, INFO_FILE, METRICS_FILE, read_info, read_lines
 
@@ -39,14 +40,20 @@ def find_run(folder: str | Path | None = None) -> Path:
         return newest[-1]
     if path == Path(DEFAULT_PARENT):
         raise UsageError(
-            f"no runs are recorded here yet: ./{path} contains no run",
+            _("no runs are recorded here yet: ./{path} contains no run", path=path),
             where=str(path.absolute()),
-            do="record one with echelon launch SCRIPT, or pass the folder of a run, or a folder that contains runs (--log_dir)",
+            do=_(
+                "record one with echelon launch SCRIPT, or pass the folder of a run, or a folder that contains runs "
+                "(--log_dir)"
+            ),
         )
     raise UsageError(
-        f"{path} contains no run" if path.is_dir() else f"{path} is not a folder",
+        _("{path} contains no run", path=path) if path.is_dir() else _("{path} is not a folder", path=path),
         where=str(path.absolute()),
-        do="pass the folder of a run, or a folder that contains runs (echelon launch writes to ./echelon-runs, or to --log_dir)",
+        do=_(
+            "pass the folder of a run, or a folder that contains runs (echelon launch writes to ./echelon-runs, "
+            "or to --log_dir)"
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
 from rich.text import Text
 
-from echelon.base.messages.translation import language, translate
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.printable import printable
 from echelon.report.live_run import Snapshot
 from echelon.report.rank_rows import Difference, RankRow, at_place, fold_rows, sparkline
@@ -67,75 +67,85 @@ def _line(text: str, style: str) -> Text:
 
 
 def _head(snapshot: Snapshot, width: int, *, is_ascii: bool) -> Iterator[tuple[str, str]]:
-    processes = f"{snapshot.num_processes} process{'' if snapshot.num_processes == 1 else 'es'}"
-    machines = f" on {snapshot.num_machines} machines" if snapshot.num_machines > 1 else ""
-    parts = [translate(snapshot.outcome), _clock(snapshot.elapsed_s), translate(f"{processes}{machines}")]
+    machines = _(" on {number} machines", number=snapshot.num_machines) if snapshot.num_machines > 1 else ""
+    processes = _(
+        "{number} process{es}{machines}",
+        number=snapshot.num_processes,
+        es="" if snapshot.num_processes == 1 else "es",
+        machines=machines,
+    )
+    parts = [_(snapshot.outcome), _clock(snapshot.elapsed_s), processes]
     if snapshot.num_restarts:
-        parts.append(translate(f"{snapshot.num_restarts} restart{'' if snapshot.num_restarts == 1 else 's'}"))
+        s = "" if snapshot.num_restarts == 1 else "s"
+        parts.append(_("{number} restart{s}", number=snapshot.num_restarts, s=s))
     yield f"{snapshot.name}: {', '.join(parts)}", "bold"
     yield _progress(snapshot, is_ascii=is_ascii), ""
     if numbers := _numbers(snapshot):
         yield numbers, ""
     if any(math.isfinite(loss) for loss in snapshot.losses):
-        label = f"loss ({snapshot.loss_from}): "
+        label = _("loss ({loss_from}): ", loss_from=snapshot.loss_from)
         yield label + sparkline(snapshot.losses, min(width - len(label), 80), is_ascii=is_ascii), "cyan"
     if snapshot.why_not_live:
-        yield f"rank: {translate(snapshot.why_not_live)}" if language() else f"ranks: {snapshot.why_not_live}", ""
+        yield _("ranks: {why_not_live}", why_not_live=snapshot.why_not_live), ""
     elif snapshot.num_machines > 1:
-        yield translate(f"ranks on {snapshot.host} (run echelon watch on the other machines for theirs)"), ""
+        yield _("ranks on {host} (run echelon watch on the other machines for theirs)", host=snapshot.host), ""
 
 
 def _progress(snapshot: Snapshot, *, is_ascii: bool) -> str:
-    parts = [f"step {snapshot.step:,}" if snapshot.step else "no step recorded yet"]
+    parts = [_("step {step:,}", step=snapshot.step) if snapshot.step else _("no step recorded yet")]
     if snapshot.num_steps:
         part = min(snapshot.step / snapshot.num_steps, 1.0)
         full, empty = ("#", ".") if is_ascii else ("━", "╌")
         done = round(part * _BAR_WIDTH)
-        parts = [
-            f"step {snapshot.step:,} of {snapshot.num_steps:,} {full * done}{empty * (_BAR_WIDTH - done)} {part:.0%}"
-        ]
+        count = _("step {step:,} of {num_steps:,}", step=snapshot.step, num_steps=snapshot.num_steps)
+        parts = [f"{count} {full * done}{empty * (_BAR_WIDTH - done)} {part:.0%}"]
     if math.isfinite(snapshot.epoch):
-        parts.append(f"epoch {snapshot.epoch:.2f}")
+        parts.append(_("epoch {epoch:.2f}", epoch=snapshot.epoch))
     if math.isfinite(snapshot.steps_per_s):
-        parts.append(f"{snapshot.steps_per_s:.3g} steps/s")
+        parts.append(_("{steps_per_s:.3g} steps/s", steps_per_s=snapshot.steps_per_s))
     if math.isfinite(snapshot.eta_s):
-        parts.append(f"{_clock(snapshot.eta_s)} left")
-    return ", ".join(map(translate, parts))
+        parts.append(_("{eta_s} left", eta_s=_clock(snapshot.eta_s)))
+    return ", ".join(parts)
 
 
 def _numbers(snapshot: Snapshot) -> str:
-    here = " on this machine" if snapshot.num_machines > 1 else ""
+    here = _(" on this machine") if snapshot.num_machines > 1 else ""
     parts = [
-        "" if snapshot.loss is None else f"loss {snapshot.loss:.4g}",
-        f"learning rate {snapshot.lr:.3g}" if math.isfinite(snapshot.lr) else "",
-        f"gradient norm {snapshot.grad_norm:.3g}" if math.isfinite(snapshot.grad_norm) else "",
-        f"{snapshot.samples_per_s:,.0f} samples/s{here}" if math.isfinite(snapshot.samples_per_s) else "",
-        f"{snapshot.items_per_s:,.0f} items/s{here}" if math.isfinite(snapshot.items_per_s) else "",
+        "" if snapshot.loss is None else _("loss {loss:.4g}", loss=snapshot.loss),
+        _("learning rate {lr:.3g}", lr=snapshot.lr) if math.isfinite(snapshot.lr) else "",
+        _("gradient norm {grad_norm:.3g}", grad_norm=snapshot.grad_norm) if math.isfinite(snapshot.grad_norm) else "",
+        _("{samples_per_s:,.0f} samples/s{here}", samples_per_s=snapshot.samples_per_s, here=here)
+        if math.isfinite(snapshot.samples_per_s)
+        else "",
+        _("{items_per_s:,.0f} items/s{here}", items_per_s=snapshot.items_per_s, here=here)
+        if math.isfinite(snapshot.items_per_s)
+        else "",
     ]
-    return ", ".join(translate(part) for part in parts if part)
+    return ", ".join(filter(None, parts))
 
 
 def _tail(snapshot: Snapshot) -> list[str]:
-    label = translate("event:")
-    space = "" if label.endswith("\uff1a") else " "  # a wide colon contains its space
-    return [f"{label}{space}{translate(event)}" for event in snapshot.events]
+    return [_("event: {event}", event=event) for event in snapshot.events]
 
 
 def _table(rows: Sequence[RankRow], width: int, *, is_ascii: bool) -> list[Text]:
     """Return the header and a line for each row; the column with the state takes the width that the others leave."""
-    columns = {"rank": [str(row.rank) for row in rows], "step": ["" if r.step is None else f"{r.step:,}" for r in rows]}
-    columns["state"] = [
-        "; ".join(dict.fromkeys(translate(part) for part in (row.what, row.phase, _place(row)) if part)) for row in rows
+    columns = {
+        N_("rank"): [str(row.rank) for row in rows],
+        N_("step"): ["" if r.step is None else f"{r.step:,}" for r in rows],
+    }
+    columns[N_("state")] = [
+        "; ".join(dict.fromkeys(part for part in (row.what, row.phase, _place(row)) if part)) for row in rows
     ]
     if width >= _WIDE:
-        columns["last operation"] = [
+        columns[N_("last operation")] = [
             _fit(_operation(row), _OPERATION_WIDTH, is_ascii=is_ascii).rstrip() for row in rows
         ]
     if width >= _NARROW:
-        columns["heartbeat"] = ["" if math.isnan(row.heartbeat_s) else f"{row.heartbeat_s:.1f} s" for row in rows]
-        columns["memory"] = ["" if math.isnan(row.memory_mb) else f"{row.memory_mb:,.0f} MB" for row in rows]
+        columns[N_("heartbeat")] = ["" if math.isnan(row.heartbeat_s) else f"{row.heartbeat_s:.1f} s" for row in rows]
+        columns[N_("memory")] = ["" if math.isnan(row.memory_mb) else f"{row.memory_mb:,.0f} MB" for row in rows]
     columns = {name: [printable(cell) for cell in cells] for name, cells in columns.items()}
-    titles = {name: translate(name) for name in columns}
+    titles = {name: _(name) for name in columns}
     widths = {name: max(map(cell_len, [titles[name], *cells])) for name, cells in columns.items()}
     others = sum(widths.values()) - widths["state"] + _GAP * (len(columns) - 1)
     widths["state"] = max(min(widths["state"], width - others), cell_len(titles["state"]))
@@ -166,7 +176,9 @@ def _place(row: RankRow) -> str:
 
 
 def _operation(row: RankRow) -> str:
-    return row.operation or (f"collective {row.num_collectives}" if row.num_collectives else "")
+    return row.operation or (
+        _("collective {num_collectives}", num_collectives=row.num_collectives) if row.num_collectives else ""
+    )
 
 
 def _clock(seconds: float) -> str:

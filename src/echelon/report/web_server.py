@@ -18,6 +18,7 @@ from typing import final
 from urllib.parse import parse_qs, urlsplit
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.report.live_run import LiveRun
 from echelon.report.page import asset, render_page
 from echelon.report.page_data import page_data
@@ -60,9 +61,9 @@ class WebServer:
             self._server = ThreadingHTTPServer((_ADDRESS, port), _handler(self))
         except (OSError, OverflowError) as error:
             raise UsageError(
-                f"cannot listen on port {port} of {_ADDRESS}: {error}",
+                _("cannot listen on port {port} of {address}: {error}", port=port, address=_ADDRESS, error=error),
                 where="--port",
-                do="pass another port, or omit --port for a free one",
+                do=_("pass another port, or omit --port for a free one"),
             ) from error
         self._server.daemon_threads = True
 
@@ -137,9 +138,13 @@ def serve(live: LiveRun, *, port: int, announce: Callable[[str], object]) -> Non
     try:
         announce(f"report: {server.url}\nranks:  {server.ranks_url}")
         announce(
-            f"Only this machine can open them; from another one, first: ssh -L {server.port}:{_ADDRESS}:{server.port} HOST"
+            _(
+                "Only this machine can open them; from another one, first: ssh -L {port}:{address}:{port} HOST",
+                port=server.port,
+                address=_ADDRESS,
+            )
         )
-        announce("Ctrl-C ends this view; the run continues.")
+        announce(_("Ctrl-C ends this view; the run continues."))
         server.run()
     finally:
         server.close()

@@ -28,6 +28,8 @@ from contextlib import suppress
 from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
+from echelon.base.messages.translation import gettext_noop as N_
+
 _MAGIC, _VERSION = b"ECHBOARD", 3
 _HEADER = struct.Struct("<8sIII")
 _HEADER_BYTES = 64
@@ -72,12 +74,12 @@ class Phase(IntEnum):
 
 _IN_WORDS = (
     "",
-    "waiting for data",
-    "training",
-    "optimizer step",
-    "saving a checkpoint",
-    "loading a checkpoint",
-    "evaluation",
+    N_("waiting for data"),
+    N_("training"),
+    N_("optimizer step"),
+    N_("saving a checkpoint"),
+    N_("loading a checkpoint"),
+    N_("evaluation"),
 )
 
 

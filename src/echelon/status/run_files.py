@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.base.messages.translation import Translated, in_english, language
 from echelon.status import strict_json
 
 DEFAULT_PARENT = "echelon-runs"
@@ -67,6 +68,20 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
             data = b"\n" + data  # the previous writer was killed, or the disk was full
         if file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def event_texts(text: str) -> dict[str, str]:
+    """Return the first line of ``text`` as fields of an event: in English and, by its code, in the user's language."""
+    texts = {"text": str(in_english(text))} | ({language() or "": text} if isinstance(text, Translated) else {})
+    return {name: one.partition("\n")[0] for name, one in texts.items()}
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """Return what happened, in the user's language if the event was recorded in it."""
+    english = str(event.get("text") or event.get("kind") or "")
+    shown = Translated(event.get(language() or "text") or english)
+    shown.english = english
+    return shown
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, final
 
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, package_versions
-from echelon.status.run_files import EVENTS_FILE, append_line, write_info
+from echelon.status.run_files import EVENTS_FILE, append_line, event_texts, write_info
 
 EventKind: TypeAlias = Literal["start", "restart", "failure", "stall", "straggler", "preemption", "end"]
 RunOutcome: TypeAlias = Literal["succeeded", "failed", "preempted", "interrupted"]
@@ -147,9 +148,11 @@ class RunRecorder:
             run_id=run_id or self._info["run_id"],
         )
         self._write()
-        count = num_processes
-        what = "started" if is_first else f"restarted (restart {number})"
-        self.event("start" if is_first else "restart", f"{count} process{'es' if count > 1 else ''} {what}")
+        count, es = num_processes, "es" if num_processes > 1 else ""
+        text = _("{count} process{es} started", count=count, es=es)
+        if not is_first:
+            text = _("{count} process{es} restarted (restart {number})", count=count, es=es, number=number)
+        self.event("start" if is_first else "restart", text)
 
     def event(
         self, kind: EventKind, text: str, *, rank: int | None = None, step: int | None = None, at_ns: int | None = None
@@ -172,7 +175,7 @@ class RunRecorder:
             "kind": kind,
             "rank": rank,
             "step": step,
-            "text": text,
+            **event_texts(text),
         }
         try:
             append_line(self.folder / EVENTS_FILE, record)
@@ -205,7 +208,8 @@ class RunRecorder:
             self._info["git"], self._git = self._git.answer(timeout_s=1.0), None
         self._info.update(outcome=outcome, exit_code=code, ended=time.time(), board=None)
         self._write()
-        self.event("end", f"the run {_ENDS[outcome]}" + ("" if code is None else f" (exit code {code})"))
+        end = _(_ENDS[outcome])
+        self.event("end", end if code is None else _("{end} (exit code {code})", end=end, code=code))
 
     def _unix(self, ns: int) -> float:
         return round(time.time() - (time.monotonic_ns() - ns) / 1e9, 6)
@@ -221,10 +225,22 @@ class RunRecorder:
     def _give_up(self, error: OSError) -> None:
         if self._raises:
             raise error
-        say(f"warning: the run is no longer recorded in {self.folder}: {error.strerror}", kind="warning")
+        say(
+            _(
+                "warning: the run is no longer recorded in {folder}: {strerror}",
+                folder=self.folder,
+                strerror=error.strerror,
+            ),
+            kind="warning",
+        )
         self.folder = None
 
 
 _ENDS: Mapping[RunOutcome, str] = MappingProxyType(
-    {"succeeded": "succeeded", "failed": "failed", "preempted": "saved and exited", "interrupted": "was interrupted"}
+    {
+        "succeeded": N_("the run succeeded"),
+        "failed": N_("the run failed"),
+        "preempted": N_("the run saved and exited"),
+        "interrupted": N_("the run was interrupted"),
+    }
 )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import DesyncError
+from echelon.base.messages.translation import gettext as _
 
 _MAX_CALLS = 100
 # The functions have other names before torch 2.13.
@@ -141,7 +142,7 @@ def _timed(collective: CollectiveBenchmark, x: torch.Tensor, out: torch.Tensor, 
     """Return the seconds per call on the slowest rank. All ranks get the same value, so that they all make the same calls."""
     dist.barrier()
     started = time.perf_counter()
-    for _ in range(num_calls):
+    for _time in range(num_calls):
         collective.call(x, out)
     _wait_for(out.device)
     seconds = torch.tensor((time.perf_counter() - started) / num_calls, device=out.device)
@@ -160,8 +161,14 @@ def _check(collective: CollectiveBenchmark, out: torch.Tensor) -> None:
     wanted = numbers[:1].expand_as(out) if collective.shares[1] else numbers.repeat_interleave(out.numel() // n)
     if not torch.equal(out, wanted):
         raise DesyncError(
-            f"{collective.name} returned a wrong result: expected {sorted(set(wanted.tolist()))[:4]}, but got "
-            f"{sorted(set(out.tolist()))[:4]}",
-            do="update torch, the driver and the network libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) to see "
-            "details",
+            _(
+                "{collective} returned a wrong result: expected {tolist}, but got {other}",
+                collective=collective.name,
+                tolist=sorted(set(wanted.tolist()))[:4],
+                other=sorted(set(out.tolist()))[:4],
+            ),
+            do=_(
+                "update torch, the driver and the network libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) to see "
+                "details"
+            ),
         )

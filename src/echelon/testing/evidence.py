@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from echelon.base.messages.translation import in_english
 
 WEIGHTS_FILE = "weights.json"
 """Name of the file with the final weights' digests, for comparison in a later attempt."""
@@ -35,6 +37,8 @@ class CheckFinding:
     text: str
     do: str = ""
     """What to do if the check failed."""
+    shown: Sequence[str] = ()
+    """``text`` and ``do`` in the user's language, if they are in English."""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -55,7 +59,8 @@ class EvidenceWriter:
         self, name: str, passed: bool | None, text: str, *, do: str = "", figures: Mapping[str, Any] | None = None
     ) -> None:
         """Record the result of a check. The arguments are those of ``CheckFinding``."""
-        self._write({"name": name, "passed": passed, "text": text, "do": do, "figures": dict(figures or {})})
+        line = in_english({"name": name, "passed": passed, "text": text, "do": do, "figures": dict(figures or {})})
+        self._write({**line, "shown": [text, do]})
 
     def keep(self, weights: Mapping[str, Any]) -> None:
         """Store the digests for a later attempt."""

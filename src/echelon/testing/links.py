@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _
 from echelon.distributed.setup import cleanup, setup
 from echelon.world.launch_variables import network_interface
 from echelon.world.world import World
@@ -64,15 +64,18 @@ def _measure(world: World, pair: tuple[int, int]) -> tuple[float, float]:
 
 def _print_links(found: dict[tuple[int, int], tuple[float, float]], names: list[str], backend: str) -> None:
     usual = statistics.median(rate for _, rate in found.values()) if found else 0.0
-    interface = network_interface("gloo" if backend == "gloo" else "nccl") or translate("automatic")
+    interface = network_interface("gloo" if backend == "gloo" else "nccl") or _("automatic")
     print(
-        translate(
-            f"all {len(names)} machines can communicate ({backend}, network interface on this machine: {interface})"
+        _(
+            "all {num_names} machines can communicate ({backend}, network interface on this machine: {interface})",
+            num_names=len(names),
+            backend=backend,
+            interface=interface,
         )
     )
     for (one, other), (seconds, rate) in found.items():
-        slow = f"  {translate('SLOW: less than half the median bandwidth')}" if rate < _SLOW * usual else ""
-        speed = translate(f"{rate / 1e6:,.0f} MB/s, round trip {seconds * 1e6:,.0f} us")
+        slow = _("  SLOW: less than half the median bandwidth") if rate < _SLOW * usual else ""
+        speed = _("{number:,.0f} MB/s, round trip {count:,.0f} us", number=rate / 1e6, count=seconds * 1e6)
         print(f"  {one} {names[one]} - {other} {names[other]}: {speed}{slow}")
 
 

@@ -31,6 +31,7 @@ from echelon.accelerator.plugins.kwargs_handlers import DistributedDataParallelK
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base.device import nccl_version
 from echelon.base.errors import LaunchError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.rank import known_rank
 from echelon.compat.machine import convert_bytes
 from echelon.distributed.collectives import broadcast_object_list, gather_object
@@ -153,7 +154,7 @@ def train(
     trained = Trained()
     if resumes and accelerator.resume():
         trained.resumed_at = accelerator.progress.step
-    for _ in accelerator.epochs(EPOCHS):
+    for _epoch in accelerator.epochs(EPOCHS):
         seen: list[int] = []
         for numbers, x, y in loader:
             with accelerator.accumulate(model):
@@ -204,8 +205,16 @@ def check_world(accelerator: Accelerator, writer: EvidenceWriter) -> None:
         "world",
         not problems,
         "; ".join(problems)
-        or f"{_count(n, 'rank')} on {_count(len(hosts), 'machine')} ({', '.join(names)}), {world.backend}",
-        do="check each machine's devices and network with echelon env",
+        or _(
+            "{n} rank{s} on {num_hosts} machine{more} ({names}), {backend}",
+            n=n,
+            s="" if n == 1 else "s",
+            num_hosts=len(hosts),
+            more="" if len(hosts) == 1 else "s",
+            names=", ".join(names),
+            backend=world.backend,
+        ),
+        do=_("check each machine's devices and network with echelon env"),
         figures={
             "world_size": n,
             "num_machines": len(hosts),
@@ -232,9 +241,17 @@ def check_exact(accelerator: Accelerator, writer: EvidenceWriter) -> str:
     writer.found(
         "exact",
         error <= problem.tolerance,
-        f"{problem.num_updates} updates on {_count(accelerator.num_processes, 'rank')} against plain PyTorch on one: relative error "
-        f"{error:.1e} ({dtype}, tolerance {problem.tolerance:.0e})",
-        do="report this problem and attach the evidence file: the update depends on how the batch was split",
+        _(
+            "{num_updates} updates on {n} rank{s} against plain PyTorch on one: relative error {error:.1e} ({dtype}, "
+            "tolerance {tolerance:.0e})",
+            num_updates=problem.num_updates,
+            n=accelerator.num_processes,
+            s="" if accelerator.num_processes == 1 else "s",
+            error=error,
+            dtype=dtype,
+            tolerance=problem.tolerance,
+        ),
+        do=_("report this problem and attach the evidence file: the update depends on how the batch was split"),
         figures={
             "error": error,
             "tolerance": problem.tolerance,
@@ -252,8 +269,13 @@ def check_exact(accelerator: Accelerator, writer: EvidenceWriter) -> str:
         "data",
         not wrong,
         "; ".join(wrong)
-        or f"{EPOCHS} epochs of {problem.num_samples} samples in batches of {problem.batch_size}: each sample once per epoch",
-        do="report this problem and attach the evidence file: samples were repeated or omitted",
+        or _(
+            "{epochs} epochs of {num_samples} samples in batches of {batch_size}: each sample once per epoch",
+            epochs=EPOCHS,
+            num_samples=problem.num_samples,
+            batch_size=problem.batch_size,
+        ),
+        do=_("report this problem and attach the evidence file: samples were repeated or omitted"),
         figures={"epochs": EPOCHS, "samples": problem.num_samples, "batch_size": problem.batch_size},
     )
     return digest
@@ -285,10 +307,15 @@ def check_restart(accelerator: Accelerator, writer: EvidenceWriter, *, undisturb
     writer.found(
         "restart",
         not problems,
-        f"rank {killed} was killed after update {KILL_AFTER}; "
-        + (" and ".join(problems) or f"the ranks resumed from update {saved} and ended with identical weights"),
-        do="report this problem and attach the evidence file; docs/checkpoints.md describes what is guaranteed "
-        "for resumed runs",
+        _("rank {killed} was killed after update {update}; ", killed=killed, update=KILL_AFTER)
+        + (
+            _(" and ").join(problems)
+            or _("the ranks resumed from update {update} and ended with identical weights", update=saved)
+        ),
+        do=_(
+            "report this problem and attach the evidence file; docs/checkpoints.md describes what is guaranteed "
+            "for resumed runs"
+        ),
         figures={
             "killed_rank": killed,
             "killed_after_update": KILL_AFTER,
@@ -303,7 +330,7 @@ def check_bandwidth(accelerator: Accelerator, writer: EvidenceWriter, *, is_quic
     """Measure the bandwidth between the ranks. Collective."""
     writer.begin("bandwidth")
     if accelerator.num_processes == 1:
-        writer.found("bandwidth", None, "a single rank does not need to communicate")
+        writer.found("bandwidth", None, _("a single rank does not need to communicate"))
         return
     device = accelerator.device
     sizes = QUICK_SIZES if is_quick else SIZES if device.type == "cpu" else ACCELERATOR_SIZES
@@ -312,7 +339,12 @@ def check_bandwidth(accelerator: Accelerator, writer: EvidenceWriter, *, is_quic
     writer.found(
         "bandwidth",
         True,
-        f"all_reduce of {convert_bytes(best.size_bytes)}: {best.bus_bytes_per_s / 1e9:.2f} GB/s bus bandwidth; {len(found)} measurements",
+        _(
+            "all_reduce of {size}: {rate:.2f} GB/s bus bandwidth; {number} measurements",
+            size=convert_bytes(best.size_bytes),
+            rate=best.bus_bytes_per_s / 1e9,
+            number=len(found),
+        ),
         figures={"backend": accelerator.world.backend, "collectives": [_figures(one) for one in found]},
     )
 
@@ -327,7 +359,9 @@ def part_layout(folder: Path, *, is_quick: bool) -> None:
     elif (folder / WEIGHTS_FILE).exists():
         second_attempt(folder, is_quick=is_quick)
     else:
-        raise LaunchError("the first attempt failed before the test killed a rank", do="see its error report above")
+        raise LaunchError(
+            _("the first attempt failed before the test killed a rank"), do=_("see its error report above")
+        )
 
 
 def first_attempt(folder: Path) -> None:
@@ -367,10 +401,16 @@ def part_alone(folder: Path) -> None:
     EvidenceWriter(folder, is_silent=False).found(
         "bitwise",
         digest == before["bitwise"],
-        f"training on {_count(world_size, 'rank')} and on 1 rank produces "
-        + ("bit-identical weights" if digest == before["bitwise"] else "different weights"),
-        do="compare the torch versions and the CPUs on the machines; if they match, report this problem and "
-        "attach the evidence file",
+        _(
+            "training on {n} rank{s} and on 1 rank produces {weights}",
+            n=world_size,
+            s="" if world_size == 1 else "s",
+            weights=_("bit-identical weights") if digest == before["bitwise"] else _("different weights"),
+        ),
+        do=_(
+            "compare the torch versions and the CPUs on the machines; if they match, report this problem and "
+            "attach the evidence file"
+        ),
         figures={"weights": before["bitwise"], "weights_alone": digest},
     )
 
@@ -426,10 +466,10 @@ def _problem(accelerator: Accelerator) -> Problem:
 
 def _why_not_bitwise(accelerator: Accelerator) -> str | None:
     if accelerator.num_processes == 1:
-        return "there is only one rank, so there is nothing to compare"
+        return _("there is only one rank, so there is nothing to compare")
     if accelerator.device.type != "cpu":
-        return f"not tested on {accelerator.device.type}, where the result depends on the kernels"
-    return None if accelerator.capabilities.sums_shards else "the engine does not sum gradients in a canonical order"
+        return _("not tested on {type}, where the result depends on the kernels", type=accelerator.device.type)
+    return None if accelerator.capabilities.sums_shards else _("the engine does not sum gradients in a canonical order")
 
 
 def _relative_error(weights: Mapping[str, torch.Tensor] | None, reference: Mapping[str, torch.Tensor]) -> float:
@@ -459,10 +499,6 @@ def _figures(one: Measured) -> dict[str, Any]:
         "algorithm_gb_per_s": one.algorithm_bytes_per_s / 1e9,
         "bus_gb_per_s": one.bus_bytes_per_s / 1e9,
     }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def main(argv: list[str] | None = None) -> None:

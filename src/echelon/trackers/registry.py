@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import install_command, is_available
 from echelon.base.warnings import warn
 from echelon.compat.enums import LoggerType
@@ -123,7 +124,13 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             )
     name: str = tracker_class.name  # type: ignore[attr-defined]
     if name in LOGGER_TYPE_TO_CLASS:
-        warn(f"a tracker named {name!r} is already registered; {tracker_class.__name__} replaces it")
+        warn(
+            _(
+                "a tracker named {name!r} is already registered; {tracker_class} replaces it",
+                name=name,
+                tracker_class=tracker_class.__name__,
+            )
+        )
     GeneralTracker.registered = MappingProxyType({**GeneralTracker.registered, name: tracker_class})
 
 
@@ -155,22 +162,25 @@ def filter_trackers(
             continue
         if not isinstance(one, (str, LoggerType)) or str(one) not in LOGGER_TYPE_TO_CLASS:
             raise UsageError(
-                f"log_with={one!r} is not a known tracker",
+                _("log_with={one!r} is not a known tracker", one=one),
                 where="code Accelerator(log_with=)",
-                do=f"use one of {', '.join(sorted({*LoggerType.list(), *LOGGER_TYPE_TO_CLASS}))}, or a GeneralTracker object",
+                do=_(
+                    "use one of {names}, or a GeneralTracker object",
+                    names=", ".join(sorted({*LoggerType.list(), *LOGGER_TYPE_TO_CLASS})),
+                ),
             )
         name = str(one)
         kind = LoggerType(name) if name in LoggerType and name not in GeneralTracker.registered else name
         if isinstance(kind, LoggerType) and kind not in available:
             package = _PACKAGES[kind][0]
-            warn(f"log_with={name!r}: the package {package!r} is not installed, so nothing is logged to this tracker. "
-                 f"{install_command(name)}")  # fmt: skip
+            warn(_("log_with={name!r}: the package {package!r} is not installed, so nothing is logged to this tracker. "
+"{name_2}", name=name, package=package, name_2=install_command(name)))  # fmt: skip
             continue
         if _needs_folder(name) and logging_dir is None:
             raise UsageError(
-                f"log_with={name!r} needs a logging directory",
+                _("log_with={name!r} needs a logging directory", name=name),
                 where="code Accelerator(log_with=)",
-                do="set Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)",
+                do=_("set Accelerator(project_dir=...) or ProjectConfiguration(logging_dir=...)"),
             )
         if kind not in found:
             found.append(kind)

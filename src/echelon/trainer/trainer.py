@@ -18,6 +18,7 @@ from echelon.base.errors import UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import IntervalStrategy
 from echelon.trainer.arguments.training_arguments import TrainingArguments, has_fixed_devices, set_num_devices
@@ -514,7 +515,7 @@ def _choose_processing_class(processing_class: Any, tokenizer: Any) -> Any:
     """
     if tokenizer is None:
         return processing_class
-    warn("Trainer(tokenizer=) was renamed to processing_class=")
+    warn(_("Trainer(tokenizer=) was renamed to processing_class="))
     if processing_class is not None and processing_class is not tokenizer:
         raise UsageError(
             "tokenizer and processing_class conflict: tokenizer is the old name of processing_class",

@@ -29,6 +29,7 @@ from echelon.accelerator.tracking import record_values
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.transformers import OptimizationState, write_random_states, write_state
 from echelon.trainer.arguments.training_arguments import TrainingArguments, loader_batch_size, set_arguments
@@ -163,7 +164,7 @@ class TrainerMethods:
         """Move ``model`` to ``device``, unless it is already split over several devices."""
         if getattr(model, "hf_device_map", None) is not None:
             logger.warning(
-                "the model is already placed on its devices (hf_device_map), so it is not moved to %s", device
+                N_("the model is already placed on its devices (hf_device_map), so it is not moved to %s"), device
             )
             return
         model.to(device)
@@ -1149,10 +1150,13 @@ def _warn_of_missing_items(session: TrainerSession, num_steps: int) -> None:
     if session.loss_func_result == "scaled" and session.interface.may_miss_items:
         session.interface.may_miss_items = False
         warn(
-            "compute_loss_func gets num_items_in_batch=None, because the batches have no column 'labels' that is a tensor. "
-            f"Its loss is not divided by the {num_steps} batches of an update either, as in transformers, so a mean over the "
-            f"batch counts {num_steps} times. Name the label column 'labels', or set loss_is_scaled_for_ga = False on the "
-            "Trainer, which then divides the loss"
+            _(
+                "compute_loss_func gets num_items_in_batch=None, because the batches have no column 'labels' that is "
+                "a tensor. Its loss is not divided by the {num_steps} batches of an update either, as in "
+                "transformers, so a mean over the batch counts {num_steps} times. Name the label column 'labels', or "
+                "set loss_is_scaled_for_ga = False on the Trainer, which then divides the loss",
+                num_steps=num_steps,
+            )
         )
 
 

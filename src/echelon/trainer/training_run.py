@@ -19,6 +19,7 @@ from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.update.step_timing import record_planned_steps
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import SaveStrategy
@@ -190,8 +191,10 @@ class TrainingRun:
             preemption, is_wanted = trainer.accelerator.preemption, args.save_on_signal or args.enable_jit_checkpoint
             if is_wanted and not stack.enter_context(preemption.during(trainer.accelerator.session.watcher)):
                 warn(
-                    "save_on_signal has no effect, because the program handles the signals itself or train() does not "
-                    "run in the main thread"
+                    _(
+                        "save_on_signal has no effect, because the program handles the signals itself or train() does "
+                        "not run in the main thread"
+                    )
                 )
             elif args.save_strategy != "no":
                 preemption.join()
@@ -241,9 +244,13 @@ class TrainingRun:
         )
         if tuple(position) != self._saved_position(plan):
             warn(
-                f"_init_training_state returned {tuple(position)}, but training starts at "
-                f"{self._saved_position(plan)} (epochs, batches), because the checkpoint determines the position. To "
-                "start elsewhere, set ignore_data_skip=True or skip batches in get_train_dataloader"
+                _(
+                    "_init_training_state returned {position}, but training starts at {plan} (epochs, batches), "
+                    "because the checkpoint determines the position. To start elsewhere, set ignore_data_skip=True or "
+                    "skip batches in get_train_dataloader",
+                    position=tuple(position),
+                    plan=self._saved_position(plan),
+                )
             )
         trainer.model_wrapped, loader = trainer._prepare_for_training(plan.max_steps, loader, checkpoint)
         size = session.update_size(trainer.args)
@@ -412,7 +419,7 @@ class TrainingRun:
                 batches.close()
             if not cursor.num_batches and not self._is_update_abandoned:
                 logger.warning(
-                    "the training data yielded no batch in epoch %d, so training stops at step %d of %d",
+                    N_("the training data yielded no batch in epoch %d, so training stops at step %d of %d"),
                     epoch + 1,
                     trainer.state.global_step,
                     plan.max_steps,
@@ -837,7 +844,7 @@ class TrainingRun:
         try:
             self._save_last_step()
         except Exception as problem:  # noqa: BLE001 - the caller raises the original error
-            logger.error("saving a checkpoint of step %d failed: %s", step, problem)
+            logger.error(N_("saving a checkpoint of step %d failed: %s"), step, problem)
         else:
             logger.error("%s: saved a checkpoint of step %d", type(error).__name__, step)
 

@@ -11,6 +11,7 @@ from echelon.accelerator import AcceleratedScheduler, DummyScheduler
 from echelon.accelerator.prepare.build_deepspeed import parameters_by_group
 from echelon.accelerator.update.scheduler import steps_with_metric
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.training_arguments import building_loader
 from echelon.trainer.features.model_changes import prepare_pipeline, splits_layers
@@ -28,7 +29,7 @@ def checkpoint_argument(given: Any, options: Mapping[str, Any]) -> Any:
         )
     if options.get("model_path") is None:
         return given
-    warn("train(model_path=) was renamed to resume_from_checkpoint=")
+    warn(_("train(model_path=) was renamed to resume_from_checkpoint="))
     return options["model_path"] if given is None else given
 
 
@@ -70,11 +71,16 @@ def exact_train_loader(trainer: TrainerMethods, batch_size: int) -> Any:
     if isinstance(size, int) and size != batch_size:
         parity = trainer.accelerator.parity
         warn(
-            f"{type(trainer).__name__}.get_train_dataloader returned a loader with batches of {size} samples, but "
-            f"global_batch_size is {batch_size}. With parity={parity!r}, each batch from the loader is one update "
-            "across all processes, so "
-            f"updates have {size} samples. Build the loader with args.train_batch_size, which is global_batch_size inside "
-            f"get_train_dataloader, or set global_batch_size={size}"
+            _(
+                "{name}.get_train_dataloader returned a loader with batches of {size} samples, but global_batch_size "
+                "is {batch_size}. With parity={parity!r}, each batch from the loader is one update across all "
+                "processes, so updates have {size} samples. Build the loader with args.train_batch_size, which is "
+                "global_batch_size inside get_train_dataloader, or set global_batch_size={size}",
+                name=type(trainer).__name__,
+                size=size,
+                batch_size=batch_size,
+                parity=parity,
+            )
         )
     return loader
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from echelon.base.cores import usable_cores
 from echelon.base.device import has_bf16, num_devices
+from echelon.base.messages.translation import gettext as _
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +38,16 @@ def candidates(*, cpu: bool) -> tuple[list[Candidate], list[Skipped]]:
     numbers = [first, *(n for n in dict.fromkeys((1, 2, most)) if n != first and n <= most)]
     if most == 1:
         skipped.append(
-            Skipped(name="2 processes", reason="this machine has one core" if on_cpu else "there is one accelerator")
+            Skipped(
+                name=_("2 processes"),
+                reason=_("this machine has one core") if on_cpu else _("there is one accelerator"),
+            )
         )
     if not has_bf16(cpu=on_cpu):
-        skipped.append(Skipped(name="bf16 autocast", reason="this device does not compute bf16 natively"))
+        skipped.append(Skipped(name="bf16 autocast", reason=_("this device does not compute bf16 natively")))
     tried = [_candidate(number, name, flags, on_cpu=on_cpu) for number in numbers for name, flags in speeds]
     if on_cpu and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        skipped.append(Skipped(name="torch.compile", reason="there is no C++ compiler"))
+        skipped.append(Skipped(name="torch.compile", reason=_("there is no C++ compiler")))
     else:
         flags = ("--speed", "max", "--dynamo_backend", "inductor", "--dynamo_use_regional_compilation")
         tried.append(_candidate(first, "max, torch.compile", flags, on_cpu=on_cpu))
@@ -52,5 +56,5 @@ def candidates(*, cpu: bool) -> tuple[list[Candidate], list[Skipped]]:
 
 def _candidate(number: int, name: str, flags: tuple[str, ...], *, on_cpu: bool) -> Candidate:
     given = ("--num_processes", str(number), *flags)
-    processes = f"{number} process{'es' if number > 1 else ''}"
-    return Candidate(name=f"{processes}, {name}", flags=(*(("--cpu",) if on_cpu else ()), *given), num_processes=number)
+    name = _("{number} process{es}, {name}", number=number, es="es" if number > 1 else "", name=name)
+    return Candidate(name=name, flags=(*(("--cpu",) if on_cpu else ()), *given), num_processes=number)

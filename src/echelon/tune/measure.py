@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from echelon.base.errors import EchelonError
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.environment import inherited
 from echelon.launch.interrupts import end_launcher
 from echelon.report.run_folder import find_run, read_run
@@ -108,8 +109,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def too_few_steps(number: int, *, seconds: float | None) -> str:
     """Return why ``number`` steps cannot be measured: they took all ``seconds``, or (None) the script ended by itself."""
     if seconds is None:
-        return f"the script ended after {number} steps, too few to measure; pass arguments with which it trains longer"
-    return f"only {number} steps within {seconds:.0f} s; add --seconds"
+        return _(
+            "the script ended after {number} steps, too few to measure; pass arguments with which it trains longer",
+            number=number,
+        )
+    return _("only {number} steps within {seconds:.0f} s; add --seconds", number=number, seconds=seconds)
 
 
 def _of_record(candidate: Candidate, folder: Path, *, seconds: float | None) -> TriedRun:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 
 Starter = Literal["torchrun", "slurm", "mpi", "single"]
 
@@ -56,12 +57,24 @@ def check_rank(rank: int, world_size: int, *, rank_from: str, world_size_from: s
     """
     if world_size < 1:
         raise ConfigError(
-            f"world_size={world_size} (from {world_size_from}) is below 1", do="start at least one process"
+            _(
+                "world_size={world_size} (from {world_size_from}) is below 1",
+                world_size=world_size,
+                world_size_from=world_size_from,
+            ),
+            do=_("start at least one process"),
         )
     if not 0 <= rank < world_size:
         raise ConfigError(
-            f"rank={rank} (from {rank_from}) is outside 0..{world_size - 1}, world_size={world_size} (from {world_size_from})",
-            do=f"number the processes 0..{world_size - 1}, or start more processes",
+            _(
+                "rank={rank} (from {rank_from}) is outside 0..{most}, world_size={world_size} (from {world_size_from})",
+                rank=rank,
+                rank_from=rank_from,
+                most=world_size - 1,
+                world_size=world_size,
+                world_size_from=world_size_from,
+            ),
+            do=_("number the processes 0..{most}, or start more processes", most=world_size - 1),
         )
 
 
@@ -69,9 +82,9 @@ def _from_torchrun() -> LaunchEnvironment:
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if environ.get(name) is None:
             raise ConfigError(
-                f"{other}={environ.get(other)} is set, but {name} is not",
-                where=f"env {name}",
-                do="start the program with echelon launch or torchrun, which set both, or set both yourself",
+                _("{other}={environ} is set, but {name} is not", other=other, environ=environ.get(other), name=name),
+                where=_("env {name}", name=name),
+                do=_("start the program with echelon launch or torchrun, which set both, or set both yourself"),
             )
     rank, world_size = integer("RANK"), integer("WORLD_SIZE")
     check_rank(rank, world_size, rank_from="env RANK", world_size_from="env WORLD_SIZE")
@@ -97,7 +110,7 @@ def _from_slurm() -> LaunchEnvironment:
     rank = integer("SLURM_PROCID")
     size = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     world_size = integer(size, 1)
-    check_rank(rank, world_size, rank_from="env SLURM_PROCID", world_size_from=f"env {size}")
+    check_rank(rank, world_size, rank_from="env SLURM_PROCID", world_size_from=_("env {name}", name=size))
     node_rank = integer("SLURM_NODEID", 0)
     tasks = slurm_tasks_by_node()
     first = slurm_first_host() or "127.0.0.1"
@@ -140,7 +153,12 @@ _MPI = (
 
 def _from_mpi(rank_name: str, size_name: str, local_name: str, local_size_name: str) -> LaunchEnvironment:
     rank, world_size = integer(rank_name), integer(size_name)
-    check_rank(rank, world_size, rank_from=f"env {rank_name}", world_size_from=f"env {size_name}")
+    check_rank(
+        rank,
+        world_size,
+        rank_from=_("env {name}", name=rank_name),
+        world_size_from=_("env {name}", name=size_name),
+    )
     local_world_size = integer(local_size_name, world_size)
     one_machine = local_world_size == world_size
     return LaunchEnvironment(
@@ -181,15 +199,21 @@ def integer(name: str, default: int | None = None) -> int:
     text = environ.get(name)
     if text is None:
         if default is None:
-            raise ConfigError(f"{name} is not set", where=f"env {name}", do=f"set {name} to an integer")
+            raise ConfigError(
+                _("{name} is not set", name=name),
+                where=_("env {name}", name=name),
+                do=_("set {name} to an integer", name=name),
+            )
         return default
     try:
         return int(text)
     except ValueError:
-        do = f"set {name} to an integer"
+        do = _("set {name} to an integer", name=name)
         if "$" in text:
             do += " (the value was not expanded by a shell; check the quotes in the command that sets it)"
-        raise ConfigError(f"{name}={text!r} is not an integer", where=f"env {name}", do=do) from None
+        raise ConfigError(
+            _("{name}={text!r} is not an integer", name=name, text=text), where=_("env {name}", name=name), do=do
+        ) from None
 
 
 def _expand_tasks(text: str | None) -> list[int]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from echelon.base import environ
 from echelon.base.device import use_device
 from echelon.base.errors import LaunchError, SetupError
+from echelon.base.messages.translation import gettext as _
 from echelon.world.environment import LaunchEnvironment
 from echelon.world.launch_variables import attempt_number
 from echelon.world.world import World
@@ -71,9 +72,13 @@ def open_group(
         if isinstance(error, SetupError):
             raise
         raise SetupError(
-            f"cannot create a process group of {world.world_size} processes: {_first_line(error)}",
+            _(
+                "cannot create a process group of {world_size} processes: {error}",
+                world_size=world.world_size,
+                error=_first_line(error),
+            ),
             where=init_method or f"{environment.master_addr}:{environment.master_port}",
-            do="check that every process was started with the same address, port and world size",
+            do=_("check that every process was started with the same address, port and world size"),
         ) from error
 
 
@@ -140,9 +145,16 @@ def _open_store(world: World, environment: LaunchEnvironment, timeout: timedelta
     if address is None or port is None:
         missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
         raise SetupError(
-            f"{world.world_size} processes need rank 0's address and port, but {missing} is not set",
-            where=f"env {missing}",
-            do="start them with echelon launch, torchrun or echelon.distributed.spawn, or pass init_method='tcp://HOST:PORT'",
+            _(
+                "{world_size} processes need rank 0's address and port, but {missing} is not set",
+                world_size=world.world_size,
+                missing=missing,
+            ),
+            where=_("env {name}", name=missing),
+            do=_(
+                "start them with echelon launch, torchrun or echelon.distributed.spawn, or pass "
+                "init_method='tcp://HOST:PORT'"
+            ),
         )
     # The launcher's agent already serves a store at this address, with one prefix per restart (torch's convention).
     agent_has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -176,15 +188,21 @@ def _store_error(error: Exception, address: str, port: int, *, serves: bool) -> 
     in_use = "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE)
     if serves and in_use:
         return SetupError(
-            f"port {port} on {address} is in use",
+            _("port {port} on {address} is in use", port=port, address=address),
             where=f"MASTER_PORT={port}",
-            do="choose another MASTER_PORT, or start the program with echelon launch, which finds a free port",
+            do=_("choose another MASTER_PORT, or start the program with echelon launch, which finds a free port"),
         )
     action = "open its store at" if serves else "reach rank 0 at"
     return SetupError(
-        f"this process cannot {action} {address}:{port}: {_first_line(error)}",
+        _(
+            "this process cannot {action} {address}:{port}: {error}",
+            action=action,
+            address=address,
+            port=port,
+            error=_first_line(error),
+        ),
         where=f"MASTER_ADDR={address}, MASTER_PORT={port}",
-        do="check that rank 0 is running and that all ranks use the same address and port",
+        do=_("check that rank 0 is running and that all ranks use the same address and port"),
     )
 
 
@@ -242,8 +260,8 @@ class LoopbackStore:
                 listener.bind((LOOPBACK, port))
             except (OSError, OverflowError) as error:
                 raise LaunchError(
-                    f"cannot listen on {LOOPBACK}:{port}: {error}",
-                    do="use another --main_process_port, or 0 for any free port",
+                    _("cannot listen on {loopback}:{port}: {error}", loopback=LOOPBACK, port=port, error=error),
+                    do=_("use another --main_process_port, or 0 for any free port"),
                 ) from error
             listener.listen(_BACKLOG)
             self.port: int = listener.getsockname()[1]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """All axes, outermost first: neighbouring ranks differ on the last one, which communicates most."""
@@ -35,9 +36,14 @@ class MeshLayout:
         layout = MeshLayout(sizes=tuple(sizes.get(axis, 1) for axis in AXES), rank=rank)
         if layout.size() != world_size:
             raise ConfigError(
-                f"the mesh {layout} has {layout.size()} ranks, but {world_size} processes are running",
+                _(
+                    "the mesh {layout} has {size} ranks, but {world_size} processes are running",
+                    layout=layout,
+                    size=layout.size(),
+                    world_size=world_size,
+                ),
                 where="parallelism_config",
-                do=f"start {layout.size()} processes, or change the sizes",
+                do=_("start {size} processes, or change the sizes", size=layout.size()),
             )
         return layout
 
@@ -73,7 +79,7 @@ class MeshLayout:
         """Return ``rank 5 (dp_shard 1, tp 1)``, with the axes larger than 1; only the rank if at most one is."""
         shown = [axis for axis, size in zip(AXES, self.sizes) if size > 1]
         if len(shown) < 2:
-            return f"rank {rank}"
+            return _("rank {rank}", rank=rank)
         coordinates = self.coordinates(rank)
         return f"rank {rank} ({', '.join(f'{axis} {coordinates[axis]}' for axis in shown)})"
 

@@ -124,10 +124,10 @@ def test_in_a_chinese_locale_the_screen_is_chinese_and_the_file_english(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LANGUAGE", "zh_CN")
-    text = "training on 2 ranks and on 1 rank produces bit-identical weights"
-    told = [*LAYOUT, {**_found("bitwise"), "text": text}]
+    text, shown = "training on 2 ranks and on 1 rank produces bit-identical weights", "\u9010\u4f4d\u76f8\u540c"
+    told = [*LAYOUT, {**_found("bitwise"), "text": text, "shown": [shown, ""]}]
     lines = run(layout={"told": told, "code": 0}).output.splitlines()
-    assert "\u9010\u4f4d\u76f8\u540c" in lines[-2]
+    assert shown in lines[-2]
     assert lines[-1].startswith("\u5168\u90e8\u68c0\u67e5\u901a\u8fc7")
     assert _evidence(tmp_path)["checks"][-1]["text"] == text
 

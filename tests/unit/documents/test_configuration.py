@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from echelon.base.messages.catalogue import read_po
+from echelon.base.messages.translation import messages_of
 from echelon.config.files import from_file
 from echelon.config.key_table import KEYS, SECTIONS, Key
 from echelon.config.schema import RunConfig, field_docs, field_types
@@ -22,7 +22,6 @@ from echelon.config.schema import RunConfig, field_docs, field_types
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "configuration.md"
 CHINESE = ROOT / "docs" / "configuration.zh.md"
-CATALOGUE = ROOT / "src" / "echelon" / "locale" / "zh_CN" / "LC_MESSAGES" / "echelon.po"
 BEGIN = "<!-- settings: made by python tests/unit/documents/test_configuration.py -->\n"
 END = "<!-- end of settings -->\n"
 
@@ -42,7 +41,7 @@ def tables() -> str:
 
 
 def chinese_tables() -> str:
-    known = read_po(CATALOGUE.read_text(encoding="utf-8"))
+    known = messages_of("zh_CN")
     return _tables(
         "顶层设置", "| 设置 | 默认值 | 含义 | accelerate 的变量 | 命令行参数 |", lambda text: _translated(text, known)
     )

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from echelon.base.errors import ConfigError, EchelonError
-from echelon.base.messages.catalogue import Catalogue, read_po
-from echelon.base.messages.translation import LOCALES
 from echelon.config.files import from_file
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -78,24 +76,6 @@ def written() -> str:
     return f"{before}{BEGIN}\n{sections}\n{END}{after}"
 
 
-def written_in_chinese() -> str:
-    """Return the Chinese page with each message beside its translation from the catalogue."""
-    chinese = Catalogue(read_po((LOCALES / "zh_CN" / "LC_MESSAGES" / "echelon.po").read_text(encoding="utf-8")))
-    page = CHINESE_PAGE.read_text(encoding="utf-8")
-    before, begin, rest = page.partition("<!-- messages: ")
-    table, end, after = rest.partition("<!-- end of messages -->")
-    table = re.sub(
-        r"^\| `(.*?)` \| [^|]*\|",
-        lambda row: f"| `{row[1]}` | `{chinese.translate_lines(row[1])}` |",
-        table,
-        flags=re.MULTILINE,
-    )
-    first, second, *others = re.split(r"(?<=```text\n)", before)
-    example = second.partition("```")[0]
-    others[0] = chinese.translate_lines(example.rstrip("\n")) + "\n```" + others[0].partition("```")[2]
-    return "".join([first, second, *others, begin, table, end, after])
-
-
 @pytest.mark.slow
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text() == written(), "run python tests/unit/documents/test_errors.py"
@@ -103,7 +83,6 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_the_chinese_page_has_each_message_in_both_languages() -> None:
     page = CHINESE_PAGE.read_text(encoding="utf-8")
-    assert page == written_in_chinese(), "run python tests/unit/documents/test_errors.py"
     pairs = re.findall(r"^\| `(.*?)` \| `(.*?)` \|", page, re.MULTILINE)
     assert len(pairs) > 8
     assert [english for english, chinese in pairs if not re.search("[\u4e00-\u9fff]", chinese)] == []
@@ -120,11 +99,15 @@ def test_every_error_documents_causes_and_remedies() -> None:
             assert all(len(words) > 30 for words in parts(kind).values()), kind
 
 
-def test_the_example_on_the_page_matches_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = PAGE.read_text()
-    (settings,) = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
-    (message,) = re.findall(r"```text\n(.*?)```", page, flags=re.DOTALL)
+@pytest.mark.parametrize(("page", "locale"), [(PAGE, "C"), (CHINESE_PAGE, "zh_CN")], ids=["English", "Chinese"])
+def test_the_example_on_the_page_matches_the_output(
+    page: Path, locale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = page.read_text(encoding="utf-8")
+    settings = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)[0]
+    message = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)[-1]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LANGUAGE", locale)
     Path("echelon.toml").write_text(settings)
     with pytest.raises(ConfigError) as caught:
         from_file(Path("echelon.toml"))
@@ -133,4 +116,3 @@ def test_the_example_on_the_page_matches_the_output(tmp_path: Path, monkeypatch:
 
 if __name__ == "__main__":
     PAGE.write_text(written())
-    CHINESE_PAGE.write_text(written_in_chinese(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Each cause that ``echelon verify`` names has a remedy, which the code, the page and the Chinese catalogue share."""
+"""Each cause that ``echelon verify`` names has a remedy, which the code and the page share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from echelon.base.messages.catalogue import Catalogue, read_po
-from echelon.base.messages.translation import LOCALES
 from echelon.verify import comparison
 from echelon.verify.comparison.cause_catalogue import CAUSES, likely_cause
 from tests.verify_causes import PAGE, page_with, table_of_causes
@@ -57,11 +55,3 @@ def test_a_remedy_is_an_instruction(name: str) -> None:
     shown = likely_cause(name, next(iter(CAUSES[name].remedies)), why="because")
     assert shown.name == ("" if name.startswith("no known cause") else name)
     assert shown.do in CAUSES[name].remedies.values()
-
-
-def test_each_cause_and_remedy_has_a_chinese_text() -> None:
-    chinese = Catalogue(read_po((LOCALES / "zh_CN" / "LC_MESSAGES" / "echelon.po").read_text(encoding="utf-8")))
-    names = [name for name in CAUSES if not name.startswith(("no known cause", "PARTS"))]
-    names += [f"{part} not restored" for part in PARTS] + ["buffers and weights not restored"]
-    texts = [*names, *(text for one in CAUSES.values() for text in one.remedies.values())]
-    assert [text for text in texts if chinese.translate(text) == text] == []

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from echelon.base.messages.translation import translate
 from echelon.cli.main import main
 from echelon.distributed.checks.finding import STAGES, Finding
 from echelon.verify.command.layouts import Layout, parse_layouts
@@ -18,7 +17,6 @@ from echelon.verify.command.page import render_verification
 from echelon.verify.command.run_layouts import LayoutRun, RunFailure, RunRequest
 from echelon.verify.command.terminal_output import Palette, headline, render, shown_line
 from echelon.verify.command.verification import LayoutResult, Verification, VerifyPlan
-from echelon.verify.comparison.cause_catalogue import CAUSES
 from echelon.verify.finding import Cell, Coverage, Verdict
 from echelon.verify.trace import RecordingSettings
 from tests.browser import CHROMIUM, Browser, open_browser
@@ -131,39 +129,6 @@ def test_the_first_difference_is_shown_once_with_its_line_cause_and_remedy(
         "  where:   update 1, buffers",
         "  cause:   batch statistics per rank: each rank normalizes by its own samples",
         "  do:      convert the model with SyncBatchNorm.convert_sync_batchnorm",
-    ]
-
-
-def test_in_a_chinese_locale_a_sentence_is_translated_whole_or_not_at_all(
-    script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LANGUAGE", "zh_CN")
-    plan = _plan(script, "1,2", None)
-    padded = Finding(
-        update=7,
-        stage="data",
-        what="62 other samples are used instead",
-        cause="padded with repeated samples",
-        why="62 samples are repeated to give every rank the same number, and count twice in the gradient",
-        do=CAUSES["padded with repeated samples"].remedies[""],
-        difference=0.5,
-        allowed=1e-6,
-    )
-    unknown = Finding(
-        update=8, stage="buffers", what="a sentence of a later version", cause="unheard of", do="wait for it", ranks=[1]
-    )
-    verdict = Verdict(result="different", num_updates=2, world_size=2, finding=padded, also=[unknown])
-    found = Verification(plan=plan, layouts=tuple(map(_result, plan.layouts, [BITS, verdict])), seconds=9.0)
-    head, other = (block.splitlines()[1:] for block in _screen(found).rstrip().split("\n\n")[-2:])
-    labels = [translate(label) for label in ("what:", "where:", "size:", "cause:", "do:")]
-    assert [line.split()[0] for line in head] == labels
-    assert all(re.search("[\u4e00-\u9fff]{3,}", line.split(maxsplit=1)[1]) for line in head)
-    assert head[3].split(maxsplit=1)[1] == f"{translate(padded.cause)}\uff1a{translate(padded.why)}"
-    assert [line.split(maxsplit=1) for line in other] == [
-        ["what:", "a sentence of a later version"],
-        [labels[1], f"{translate('update 8, buffers')}\uff0crank 1"],
-        ["cause:", "unheard of"],
-        ["do:", "wait for it"],
     ]
 
 

@@ -16,6 +16,7 @@ from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.accelerate import (
     OURS,
@@ -319,9 +320,15 @@ def _read_position(path: Path, rank: int, iteration: int, load_kwargs: dict[str,
     # with fewer processes samples would be repeated
     if num_saved is not None and not rank < num_saved <= num_processes:
         raise CheckpointError(
-            f"{path} stores data positions for {num_saved} process{'es' if num_saved != 1 else ''}, but this is rank {rank} of "
-            f"{num_processes}",
-            do="resume with the same number of processes, or without use_stateful_dataloader",
+            _(
+                "{path} stores data positions for {num_saved} process{es}, but this is rank {rank} of {world_size}",
+                path=path,
+                num_saved=num_saved,
+                es="es" if num_saved != 1 else "",
+                rank=rank,
+                world_size=num_processes,
+            ),
+            do=_("resume with the same number of processes, or without use_stateful_dataloader"),
         )
     return position_on_rank(file, rank, iteration=iteration)
 
@@ -344,7 +351,12 @@ def _read_random_states(folder: Path, rank: int) -> dict[str, Any]:
         _require_files(folder, [path])
     if World.current().world_size > num_processes:
         warn(
-            f"{folder} contains RNG states for {num_processes} process{'es' if num_processes != 1 else ''}; the other ranks "
-            "keep their current RNG states"
+            _(
+                "{folder} contains RNG states for {num_processes} process{es}; the other ranks keep their current "
+                "RNG states",
+                folder=folder,
+                num_processes=num_processes,
+                es="es" if num_processes != 1 else "",
+            )
         )
     return states if path.exists() else {key: states[key] for key in ("step", OURS) if key in states}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.base.errors import CheckpointError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.checkpoint.typed_json import read_json
 from echelon.data.data_facts import (
@@ -79,9 +80,22 @@ def reconcile_data(
         raise changed_data_error(source, mid_epoch, positions)
     if mid_epoch:
         changes_text, positions_text = "; ".join(mid_epoch), "; ".join(positions)
-        warn(f"{source} was saved in the middle of an epoch over different data ({changes_text}): {positions_text}")
+        warn(
+            _(
+                "{source} was saved in the middle of an epoch over different data ({changes_text}): {positions_text}",
+                source=source,
+                changes_text=changes_text,
+                positions_text=positions_text,
+            )
+        )
     if at_boundary:
-        warn(f"{source} was saved with different data; the next epoch uses the current data: {'; '.join(at_boundary)}")
+        warn(
+            _(
+                "{source} was saved with different data; the next epoch uses the current data: {at_boundary}",
+                source=source,
+                at_boundary="; ".join(at_boundary),
+            )
+        )
     return found, frozenset(changed)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
@@ -158,7 +159,9 @@ class CheckpointStore:
                 keep_every=self._project.keep_every,
             )
         except OSError as error:
-            warn(f"{target} is saved, but older checkpoints could not be deleted: {error}")
+            warn(
+                _("{target} is saved, but older checkpoints could not be deleted: {error}", target=target, error=error)
+            )
 
     def best(self) -> Path | None:
         """See ``Accelerator.best_checkpoint``."""

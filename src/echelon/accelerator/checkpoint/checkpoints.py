@@ -32,6 +32,7 @@ from echelon.accelerator.session import Session
 from echelon.accelerator.state_names import Allowed
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
 from echelon.checkpoint import typed_json
@@ -181,9 +182,11 @@ class Checkpoints:
             if not self._is_warned_of_missing_ranks:
                 self._is_warned_of_missing_ranks = True
                 warn(
-                    "save_state() runs on the main process only, so the checkpoint lacks the other ranks' RNG states, "
-                    "and a resumed run is not bit-identical. Call save_state() on every rank, outside `if "
-                    "accelerator.is_main_process:`"
+                    _(
+                        "save_state() runs on the main process only, so the checkpoint lacks the other ranks' RNG "
+                        "states, and a resumed run is not bit-identical. Call save_state() on every rank, outside `if "
+                        "accelerator.is_main_process:`"
+                    )
                 )
             with alone():
                 return self.save_state(
@@ -501,7 +504,7 @@ class Checkpoints:
                     do="check the path, or remove must_exist to start from scratch",
                 )
             # A warning is visible by default, for users who meant another folder.
-            _logger.warning("no checkpoint in %s: starting from scratch", place)
+            _logger.warning(N_("no checkpoint in %s: starting from scratch"), place)
             return False
         place = self._load(folder, None, options)
         for loader in self._session.objects.loaders:
@@ -511,7 +514,7 @@ class Checkpoints:
             epoch = self._session.resume_epochs()
         if not self.data_policy.is_announced:  # a warning, because only these are visible by default
             _logger.warning(
-                "resuming from %s: step %d, epoch %d%s", place, self._session.progress.step, epoch, position
+                N_("resuming from %s: step %d, epoch %d%s"), place, self._session.progress.step, epoch, position
             )
         if is_named:  # incomplete checkpoints that were skipped also occupy a number
             last = max(int(one.name.removeprefix(PREFIX)) for one in found) if found else -1
@@ -645,20 +648,28 @@ class Checkpoints:
             folder = None
         elif folder is None:
             _logger.warning(
-                "termination signal received: the run ends after step %d with exit code %d without saving; set "
-                "Accelerator(project_dir=...) or call resume(folder) to save next time",
+                N_(
+                    "termination signal received: the run ends after step %d with exit code %d without saving; set "
+                    "Accelerator(project_dir=...) or call resume(folder) to save next time"
+                ),
                 step,
                 EXIT_CODE,
             )
             raise Preempted
         place = save_state(folder)
         if self.store.is_saved:
-            outcome = f"saved {place}; resume({'' if folder is None else repr(str(folder))}) continues from it"
+            argument = "" if folder is None else repr(str(folder))
+            outcome = _("saved {place}; resume({argument}) continues from it", place=place, argument=argument)
         else:  # the reason was logged
-            outcome = f"{place} could not be written, so the next start continues from the previous checkpoint"
+            outcome = _(
+                "{place} could not be written, so the next start continues from the previous checkpoint", place=place
+            )
         self.store.close()
         _logger.warning(
-            "termination signal received: the run ends after step %d with exit code %d; %s", step, EXIT_CODE, outcome
+            N_("termination signal received: the run ends after step %d with exit code %d; %s"),
+            step,
+            EXIT_CODE,
+            outcome,
         )
         raise Preempted
 
@@ -706,7 +717,12 @@ def _one_folder(given: Any, world: World, operation: str) -> Any:
     others = [rank for rank, (node_rank, folder) in enumerate(named) if folder != first[node_rank]]
     if others:
         warn(
-            f"{operation}() got a different folder on ranks {', '.join(map(str, others))} than on the first rank of "
-            f"their machine. All ranks must share one checkpoint folder; these ranks use {first[named[others[0]][0]]}."
+            _(
+                "{operation}() got a different folder on ranks {others} than on the first rank of their machine. All "
+                "ranks must share one checkpoint folder; these ranks use {first}.",
+                operation=operation,
+                others=", ".join(map(str, others)),
+                first=first[named[others[0]][0]],
+            )
         )
     return first[world.node_rank]

@@ -20,6 +20,7 @@ from echelon.accelerator.state_names import (
     names_of,
 )
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.translation import gettext as _, in_english
 from echelon.base.progress import progress_bar
 from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
@@ -127,7 +128,8 @@ def content_of(
         },
         progress={**session.progress.to_json(), "micro_step": 0},
         config={
-            name: [_readable(value), str(config.origins.get(name))] for name, value in asdict(config.value).items()
+            name: [_readable(value), in_english(str(config.origins.get(name)))]
+            for name, value in asdict(config.value).items()
         },
         layout={"engine": session.capabilities.name, "world_size": world_size},
     )
@@ -190,8 +192,12 @@ def load_content(
     # The first of the ranks that share samples gives the others its state.
     if (num_readers - 1) * (session.world.world_size // num_readers) >= checkpoint.manifest.world_size:
         warn(
-            f"{checkpoint.folder} contains RNG states for {checkpoint.manifest.world_size} processes; the other ranks "
-            "keep their current RNG states"
+            _(
+                "{folder} contains RNG states for {world_size} processes; the other ranks keep their current RNG "
+                "states",
+                folder=checkpoint.folder,
+                world_size=checkpoint.manifest.world_size,
+            )
         )
     return {"step": objects["accelerator"]["step"], "progress": checkpoint.manifest.progress}
 
@@ -501,9 +507,15 @@ def _load_loaders(
             continue
         if num_saved != session.world.world_size:  # samples would be repeated or skipped
             raise CheckpointError(
-                f"{checkpoint.folder} stores data positions for {num_saved} process{'es' if num_saved != 1 else ''}, but this is "
-                f"rank {session.world.rank} of {session.world.world_size}",
-                do="resume with the same number of processes, or without use_stateful_dataloader",
+                _(
+                    "{path} stores data positions for {num_saved} process{es}, but this is rank {rank} of {world_size}",
+                    path=checkpoint.folder,
+                    num_saved=num_saved,
+                    es="es" if num_saved != 1 else "",
+                    rank=session.world.rank,
+                    world_size=session.world.world_size,
+                ),
+                do=_("resume with the same number of processes, or without use_stateful_dataloader"),
             )
         loader.load_saved(order, positions[i] if i < len(positions) else None)
     session.epochs.load_own_state(own.get("pass") if num_saved == session.world.world_size else None)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from echelon.accelerator.compile import is_compiled_module, moved_to, uncompiled
+from echelon.base.messages.translation import gettext as _
 from echelon.base.protocols import HasDeviceMap
 from echelon.base.sharded import is_old_fsdp
 from echelon.base.warnings import warn
@@ -55,8 +56,11 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 def _warn_of_aliases(aliases: Mapping[str, str]) -> None:
     if aliases:
         warn(
-            f"{', '.join(aliases)} share memory with other tensors and are not written; a model that ties them restores "
-            "the same weights"
+            _(
+                "{aliases} share memory with other tensors and are not written; a model that ties them restores the "
+                "same weights",
+                aliases=", ".join(aliases),
+            )
         )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from echelon.accelerator.models.weight_check import listed, shortened
 from echelon.base.errors import CheckpointError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.torch_files import load
 from echelon.compat.constants import (
@@ -210,7 +211,14 @@ def matching_tensors(
             do="load the weights into the model they were saved from, or pass strict=False",
         )
     if differences:
-        warn(f"{checkpoint} does not fully match the {kind}; matching weights were loaded: {differences}")
+        warn(
+            _(
+                "{checkpoint} does not fully match the {kind}; matching weights were loaded: {differences}",
+                checkpoint=checkpoint,
+                kind=kind,
+                differences=differences,
+            )
+        )
     return own, found
 
 

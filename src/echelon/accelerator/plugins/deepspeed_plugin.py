@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.config.origin import Origin, Setting, SettingSource
 from echelon.config.plugin_arguments import plugin_arguments
 from echelon.engines.deepspeed.config import HfDeepSpeedConfig
@@ -124,7 +125,7 @@ class DeepSpeedPlugin:
         if self.zero3_init_flag is None:
             self.zero3_init_flag = is_zero3
         if self.zero3_init_flag and not is_zero3:
-            _logger.warning("zero3_init_flag has no effect with ZeRO stage %s, only with stage 3", self.zero_stage)
+            _logger.warning(N_("zero3_init_flag has no effect with ZeRO stage %s, only with stage 3"), self.zero_stage)
             self.zero3_init_flag = False
 
     def _own_config(self) -> dict[str, Any]:

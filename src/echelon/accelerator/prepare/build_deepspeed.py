@@ -17,6 +17,7 @@ from echelon.accelerator.plugins.kwargs_handlers import GradScalerKwargs
 from echelon.accelerator.update.optimizer import Clipping
 from echelon.base.errors import ConfigError, MissingExtraError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import install_command, is_available
 from echelon.base.warnings import warn
 from echelon.config.derive import section_in_use
@@ -210,8 +211,14 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
             continue
         if origins[name].source not in (SettingSource.DEFAULT, SettingSource.ENV):
             raise ConfigError(
-                f"{name}={present!r} (from {origins[name]}) and {setting.value!r} (from {setting.origin}) contradict "
-                "each other",
+                _(
+                    "{name}={present!r} (from {origins}) and {value!r} (from {origin}) contradict each other",
+                    name=name,
+                    present=present,
+                    origins=origins[name],
+                    value=setting.value,
+                    origin=setting.origin,
+                ),
                 where=f"DeepSpeed config {name}",
                 do='write "auto" in DeepSpeed\'s config, or remove the other setting',
             )
@@ -315,5 +322,5 @@ def translate_plugin_to_fsdp2(
     )
     if settings.without_counterpart:
         missing = "; ".join(settings.without_counterpart)
-        warn(f"engine='fsdp2' has no counterpart for these DeepSpeed config keys: {missing}")
+        warn(_("engine='fsdp2' has no counterpart for these DeepSpeed config keys: {missing}", missing=missing))
     return translated, GradScalerKwargs(**settings.scaler)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.tree import contents, is_record, leaves, map_tensors, rebuild_like
 from echelon.engines.deepspeed.options import DummyOptim, DummyScheduler
@@ -42,8 +43,12 @@ def known_objects(
     """
     if placement and len(placement) != len(arguments):
         raise UsageError(
-            f"device_placement has {len(placement)} entries for {len(arguments)} arguments",
-            do="pass one entry per argument",
+            _(
+                "device_placement has {num_placement} entries for {num_arguments} arguments",
+                num_placement=len(placement),
+                num_arguments=len(arguments),
+            ),
+            do=_("pass one entry per argument"),
         )
     found: list[tuple[Any, bool]] = []
     for argument, place in zip(arguments, placement or [None] * len(arguments)):
@@ -51,8 +56,8 @@ def known_objects(
     if not found and not (arguments and all(argument is None for argument in arguments)):
         kinds = ", ".join(type(argument).__name__ for argument in arguments) or "no argument"
         raise UsageError(
-            f"prepare() got no object that it can prepare: {kinds}",
-            do="pass a torch.nn.Module, a torch Optimizer, a learning-rate scheduler or a DataLoader",
+            _("prepare() got no object that it can prepare: {kinds}", kinds=kinds),
+            do=_("pass a torch.nn.Module, a torch Optimizer, a learning-rate scheduler or a DataLoader"),
         )
     return found
 

@@ -28,6 +28,7 @@ from echelon.accelerator.update.scheduler import AcceleratedScheduler, steps_wit
 from echelon.accelerator.update.step_timing import time_forward
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _
 from echelon.base.sharded import is_dtensor, is_fsdp_module
 from echelon.base.warnings import warn
 from echelon.config.origin import Setting
@@ -85,7 +86,7 @@ def _prepare_unprepared(
     """
     objects, engine = session.objects, session.engine
     new = [(o, place) for o, place in found if id(o) not in objects.originals]
-    for one, _ in new:
+    for one, _place in new:
         _refuse_anothers(session, one)
     for loader, place in new:
         if isinstance(loader, DataLoader) and not isinstance(loader, PreparedLoader):
@@ -113,9 +114,12 @@ def _prepare_unprepared(
     for model, place in models:
         if session.world.world_size > 1 and is_on_several_devices(model):
             raise UsageError(
-                f"{type(model).__name__} was loaded across several devices (its hf_device_map has several entries), "
-                "so each rank cannot train its own copy",
-                do="remove device_map to load it on one device",
+                _(
+                    "{name} was loaded across several devices (its hf_device_map has several entries), so each rank "
+                    "cannot train its own copy",
+                    name=type(model).__name__,
+                ),
+                do=_("remove device_map to load it on one device"),
             )
         _place_and_cast(session, model, place=place)
         choose_memory_format(session, model)
@@ -221,9 +225,11 @@ def _arrives_later(session: Session, model: nn.Module) -> bool:
         return on_meta or (session.fsdp_plugin is not None and session.fsdp_plugin.cpu_ram_efficient_loading)
     if on_meta and session.world.device.type != "meta":
         raise UsageError(
-            f"{type(model).__name__} is on the meta device and has no values",
+            _("{name} is on the meta device and has no values", name=type(model).__name__),
             where=f"prepare(), engine {session.capabilities.name}",
-            do="call load_checkpoint_in_model(model, folder) before prepare(), or after it if parameters are sharded",
+            do=_(
+                "call load_checkpoint_in_model(model, folder) before prepare(), or after it if parameters are sharded"
+            ),
         )
     return False
 

@@ -47,6 +47,7 @@ from echelon.base.errors import ConfigError
 from echelon.base.fork_repair import repair_fork
 from echelon.base.logging import get_logger
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import Progress
 from echelon.base.rank import known_rank
 from echelon.base.warnings import warn
@@ -482,7 +483,7 @@ def build_engine(
         return engine
     name = engine or default_engine(world_size=world.world_size, shard=sharding is not None)
     if sharding is not None and name not in SHARDING:
-        warn("sharding settings have no effect on a single process")
+        warn(_("sharding settings have no effect on a single process"))
     kind: Any = load_engine(name)
     # to_kwargs() returns DDP's arguments; the engine installs the communication hook itself.
     hook = {

@@ -22,6 +22,7 @@ from echelon.accelerator.update.numerics_environment import (
 )
 from echelon.accelerator.update.update_parts import UpdateParts
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.data.global_batch_slices import Contribution
 from echelon.data.rng.per_sample_rng import key_of
 from echelon.world.seed import seed_random_and_numpy
@@ -219,10 +220,18 @@ def build_shard_split(
         )
     if num_shards < num_readers:
         raise ConfigError(
-            f"canonical_shards={num_shards} is less than the number of processes ({num_readers}), so some "
-            "processes would be idle",
+            _(
+                "canonical_shards={num_shards} is less than the number of processes ({num_readers}), so some "
+                "processes would be idle",
+                num_shards=num_shards,
+                num_readers=num_readers,
+            ),
             where=str(config.origins["canonical_shards"]),
-            do=f"set canonical_shards={num_readers} or more, and the same value in every run that must match bit for bit",
+            do=_(
+                "set canonical_shards={num_readers} or more, and the same value in every run that must match bit for "
+                "bit",
+                num_readers=num_readers,
+            ),
         )
     if str(getattr(comm_hook, "value", comm_hook)) != "no":
         raise ConfigError(

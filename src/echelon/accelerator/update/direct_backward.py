@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.gradient_state import GradientState
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import user_line, warn
 from echelon.data.global_batch_slices import Contribution
 
@@ -59,7 +60,7 @@ class DirectBackwardCheck:
         num_losses, stepped = used
         if num_losses != self._state.num_losses:
             return
-        _, found = self.gradients_of(optimizer)
+        found = self.gradients_of(optimizer)[1]
         gradient = None if found is None else found()
         if gradient is None or (stepped is not None and stepped() is gradient):
             return  # nothing to step with, or a second step with the same gradients
@@ -72,9 +73,13 @@ class DirectBackwardCheck:
         if self._contribution is None and self._state.num_steps > 1 and not self._is_warned:
             self._is_warned = True
             warn(
-                f"{type(optimizer).__name__}.step() would apply gradients that accelerator.backward() did not compute, so "
-                f"echelon did not divide their losses by gradient_accumulation_steps={self._state.num_steps}. "
-                f"{_DO.capitalize()}."
+                _(
+                    "{name}.step() would apply gradients that accelerator.backward() did not compute, so echelon did "
+                    "not divide their losses by gradient_accumulation_steps={num_steps}. {capitalize}.",
+                    name=type(optimizer).__name__,
+                    num_steps=self._state.num_steps,
+                    capitalize=_DO.capitalize(),
+                )
             )
 
     def _missing_weight(self) -> str | None:

@@ -22,6 +22,7 @@ from echelon.accelerator.update.numerics_environment import NumericsEnvironment
 from echelon.accelerator.update.update_parts import UpdateParts, sums_over_ranks
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import PassDriver
 from echelon.data.exact.exact_batches import ExactOptions
@@ -253,9 +254,11 @@ class ExactUpdate(PassDriver[PreparedLoader]):
         if not self._warned_of_dropped_update:
             self._warned_of_dropped_update = True
             warn(
-                "a loop ended in the middle of an update with several micro-steps; the update's gradients are dropped "
-                "and its samples are read again. Leave loops only when accelerator.sync_gradients is true, and count "
-                "updates (accelerator.progress.step) instead of loop iterations"
+                _(
+                    "a loop ended in the middle of an update with several micro-steps; the update's gradients are "
+                    "dropped and its samples are read again. Leave loops only when accelerator.sync_gradients is true, "
+                    "and count updates (accelerator.progress.step) instead of loop iterations"
+                )
             )
 
     def _step_counts(self) -> list[tuple[int, int]]:
@@ -276,10 +279,12 @@ class ExactUpdate(PassDriver[PreparedLoader]):
             if is_missing and not optimizer.step_was_skipped:
                 self._warned_of_missing_step = True
                 warn(
-                    f"{type(optimizer.optimizer).__name__}.step() was called in an earlier micro-step of an "
-                    "update, where it does nothing, but not in the last one, so the parameters did not change. Call "
-                    "step() in every loop iteration, or when accelerator.sync_gradients is true; here, an iteration "
-                    "is not an update"
+                    _(
+                        "{name}.step() was called in an earlier micro-step of an update, where it does nothing, but "
+                        "not in the last one, so the parameters did not change. Call step() in every loop iteration, "
+                        "or when accelerator.sync_gradients is true; here, an iteration is not an update",
+                        name=type(optimizer.optimizer).__name__,
+                    )
                 )
                 return
 
@@ -553,11 +558,18 @@ class RankSplit:
             max_micro_batch_size=self._parts.config.value.max_micro_batch_size,
         )
         least, rest = divmod(batch_size, world_size * num_micro)
-        processes = f"{world_size} process{'es' if world_size > 1 else ''}"
-        micro_steps = f" x {num_micro} micro-steps" if num_micro > 1 else ""
-        samples = f"{least} to {least + 1} samples" if rest else f"{least} sample{'s' if least > 1 else ''}"
-        split = f"global batch {batch_size} = {processes}{micro_steps} x {samples}"
-        return f"parity='exact': the batch size of a DataLoader is global, {split}"
+        micro_steps = f"{num_micro} micro-steps x " if num_micro > 1 else ""
+        samples = f"{least} to {least + 1}" if rest else str(least)
+        return _(
+            "parity='exact': the batch size of a DataLoader is global, global batch {batch_size} = {world_size} "
+            "process{es} x {micro_steps}{samples} sample{s}",
+            batch_size=batch_size,
+            world_size=world_size,
+            es="es" if world_size > 1 else "",
+            micro_steps=micro_steps,
+            samples=samples,
+            s="s" if rest or least > 1 else "",
+        )
 
     def check_prepared(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Do nothing: any objects can be used."""
@@ -578,10 +590,14 @@ class RankSplit:
         idle = [] if contribution.step is None else [r for r, num in enumerate(contribution.step.real) if num == 0]
         if idle and training:
             raise UsageError(
-                f"an update of {len(contribution.update)} samples leaves rank(s) {', '.join(map(str, idle))} without "
-                "samples, and BatchNorm in training mode would count their padding samples",
+                _(
+                    "an update of {num_update} samples leaves rank(s) {ranks} without samples, and BatchNorm in "
+                    "training mode would count their padding samples",
+                    num_update=len(contribution.update),
+                    ranks=", ".join(map(str, idle)),
+                ),
                 where="parity='exact'",
-                do="use drop_last=True, a different batch size, fewer processes, or GroupNorm",
+                do=_("use drop_last=True, a different batch size, fewer processes, or GroupNorm"),
             )
         if contribution.num_micro_steps == 1:
             # SyncBatchNorm sees the micro-batches of all ranks, which is the whole batch here.
@@ -593,10 +609,13 @@ class RankSplit:
         if training and not self._warned_of_batch_norm:
             self._warned_of_batch_norm = True
             warn(
-                f"the model has {len(training)} BatchNorm layer(s) that compute statistics per micro-batch, so the "
-                "update depends on how the batch is split, with or without parity='exact'. Use GroupNorm or "
-                "LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which uses all ranks' samples "
-                "and matches one process if there is no gradient accumulation"
+                _(
+                    "the model has {num_training} BatchNorm layer(s) that compute statistics per micro-batch, so the "
+                    "update depends on how the batch is split, with or without parity='exact'. Use GroupNorm or "
+                    "LayerNorm, or torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which uses all ranks' samples "
+                    "and matches one process if there is no gradient accumulation",
+                    num_training=len(training),
+                )
             )
 
     def refuse_outside(self) -> None:
@@ -607,10 +626,12 @@ class RankSplit:
         if num_postponed > 0 and not self._warned_of_postponed_step:
             self._warned_of_postponed_step = True
             warn(
-                "a second loss for the same batch was computed after an optimizer's step(), which is postponed to the "
-                "last micro-step. If the loss depends on that optimizer's parameters, it uses their old values, with "
-                "or without parity='exact'. To use the new values, remove gradient_accumulation_steps and "
-                "max_micro_batch_size"
+                _(
+                    "a second loss for the same batch was computed after an optimizer's step(), which is postponed to "
+                    "the last micro-step. If the loss depends on that optimizer's parameters, it uses their old "
+                    "values, with or without parity='exact'. To use the new values, remove gradient_accumulation_steps "
+                    "and max_micro_batch_size"
+                )
             )
 
     def add(self, losses: Sequence[float]) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 
 TotalOf = Callable[[float], float]
 
@@ -112,8 +113,8 @@ class AccumulationWindow:
         """
         if not (math.isfinite(num_items) and num_items >= 0):
             raise UsageError(
-                f"num_items={num_items} is not a valid number of items",
-                do="pass the number of items that the loss averages over",
+                _("num_items={num_items} is not a valid number of items", num_items=num_items),
+                do=_("pass the number of items that the loss averages over"),
             )
         if not inside:  # a separate window
             return self._single_scale(num_items), 1.0
@@ -147,8 +148,8 @@ class AccumulationWindow:
     def _require_one_kind(self, *, weighted: bool) -> None:
         if self._is_weighted is not None and self._is_weighted is not weighted:
             raise UsageError(
-                "one update mixes losses with num_items= and losses without",
-                do="pass num_items= to every backward() call in an update, or to none",
+                _("one update mixes losses with num_items= and losses without"),
+                do=_("pass num_items= to every backward() call in an update, or to none"),
             )
         self._is_weighted = weighted
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.data.global_batch_slices import Contribution
 from echelon.data.loader import PreparedLoader
@@ -58,7 +59,7 @@ class UpdateLoaders:
 
     def require_usable_batches(self) -> None:
         """Raise if a loss may depend on a batch that belongs to no update."""
-        for _, error in self._rejected:
+        for _loader, error in self._rejected:
             raise error
         self._has_loss, self._unconfirmed = True, None
 
@@ -152,7 +153,7 @@ class UpdateLoaders:
         self._rejected = [(one, error) for one, error in self._rejected if one is not loader]
         if self._unconfirmed is not None and self._unconfirmed[0] is loader:
             if not is_over:
-                warn(f"{self._unconfirmed[1].what} (for the last batches)")
+                warn(_("{what} (for the last batches)", what=self._unconfirmed[1].what))
             self._unconfirmed = None
         if any(one is loader for one in self._lockstep_loaders):
             self._has_lockstep_ended = True
@@ -165,7 +166,9 @@ class UpdateLoaders:
                 error = _mismatch_error(loader.contribution, self.lead.contribution)
                 if is_over:
                     raise error
-                warn(f"{error.what} (for the last batches)")  # an error raised while an iterator closes would be lost
+                warn(
+                    _("{what} (for the last batches)", what=error.what)
+                )  # an error raised while an iterator closes would be lost
         if self.lead is not loader:
             return None
         self.lead = self._outer.pop() if self._outer else None
@@ -188,25 +191,30 @@ class UpdateLoaders:
         if self._abandoned is not None and self._abandoned[0] is self.lead and not self._warned_of_abandoned:
             self._warned_of_abandoned = True
             warn(
-                "a batch of another training loader was read before this loss, and that loader is no longer being "
-                "read. If the loss covers both batches, the update is not equivalent to whole batches: "
-                f"{self._abandoned[1].what}. Read both loaders with zip(); if you only inspect a batch, read it under "
-                "torch.no_grad()"
+                _(
+                    "a batch of another training loader was read before this loss, and that loader is no longer being "
+                    "read. If the loss covers both batches, the update is not equivalent to whole batches: {what}. "
+                    "Read both loaders with zip(); if you only inspect a batch, read it under torch.no_grad()",
+                    what=self._abandoned[1].what,
+                )
             )
         if not self._lockstep_shares:
             return
         share = _share(own)
-        for _, other in self._lockstep:
+        for _place, other in self._lockstep:
             if _share(other) != share:
                 raise _mismatch_error(own, other)
         is_unmatched = not self._lockstep and share not in self._lockstep_shares
         if self._has_lockstep_ended and is_unmatched and not self._warned_of_unequal_ends:
             self._warned_of_unequal_ends = True
             warn(
-                "a loader that was read together with this one has ended. If its batches are reused "
-                f"(itertools.cycle), their shares differ from this batch's ({_describe(own)}), so the update is not "
-                "equivalent to whole batches. Use drop_last=True for both loaders, and dataset sizes that are "
-                "multiples of the batch sizes"
+                _(
+                    "a loader that was read together with this one has ended. If its batches are reused "
+                    "(itertools.cycle), their shares differ from this batch's ({own}), so the update is not equivalent "
+                    "to whole batches. Use drop_last=True for both loaders, and dataset sizes that are multiples of "
+                    "the batch sizes",
+                    own=_describe(own),
+                )
             )
 
 

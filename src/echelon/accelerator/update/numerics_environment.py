@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from echelon.accelerator.compile import is_compiled_module
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -107,7 +108,13 @@ def build_numerics_environment(
             other = next((rank for rank, one in enumerate(by_rank) if one[name] != value), None)
             if other is not None:
                 raise ConfigError(
-                    f"{name} is {value} on rank 0 but {by_rank[other][name]} on rank {other}, so results would differ",
+                    _(
+                        "{name} is {value} on rank 0 but {by_rank} on rank {other}, so results would differ",
+                        name=name,
+                        value=value,
+                        by_rank=by_rank[other][name],
+                        other=other,
+                    ),
                     where="parity='bitwise'",
                     do=f"use the same value on all ranks (threads: set OMP_NUM_THREADS), {_EXACT}",
                 )
@@ -288,6 +295,9 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], *, is_sharded: bool) -> N
             )
         if not kind.__module__.startswith("torch.optim"):
             warn(
-                f"parity='bitwise' holds for {kind.__name__} on sharded parameters only if it updates each element of a parameter "
-                "independently, with the same rounding at every position"
+                _(
+                    "parity='bitwise' holds for {kind} on sharded parameters only if it updates each element of a "
+                    "parameter independently, with the same rounding at every position",
+                    kind=kind.__name__,
+                )
             )

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import SWALR
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.small_messages import gather_bytes
@@ -101,7 +102,7 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        for _ in range(times):
+        for _time in range(times):
             # OneCycleLR raises beyond total_steps, and the last update of an epoch may contain padding.
             if not self._has_end or scheduler._step_count <= scheduler.total_steps:
                 scheduler.step(*args, **kwargs)
@@ -136,8 +137,13 @@ class AcceleratedScheduler:
         if not self._is_warned:
             self._is_warned = True
             warn(
-                f"{what}, which would have led to different learning rates. echelon uses their mean, {mean:.6}. To "
-                f"fix this, {_DO}"
+                _(
+                    "{what}, which would have led to different learning rates. echelon uses their mean, {mean:.6}. To "
+                    "fix this, {do}",
+                    what=what,
+                    mean=mean,
+                    do=_DO,
+                )
             )
 
     def get_last_lr(self) -> Any:

@@ -19,6 +19,7 @@ from echelon.accelerator.update.step_timing import begin_backward
 from echelon.accelerator.update.update_parts import UpdateParts
 from echelon.base.errors import UsageError
 from echelon.base.keywords import unexpected_keyword
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import user_line, warn
 from echelon.data.exact.exact_batches import ExactOptions
 from echelon.distributed.record.recorder import recorder_of_process
@@ -367,7 +368,11 @@ def _as_iterable(parameters: Any, operation: str) -> Iterable[torch.Tensor]:
     """
     if isinstance(parameters, nn.Module):
         raise TypeError(
-            f"{operation}() expects parameters, but got a module ({type(parameters).__name__}). Pass model.parameters()"
+            _(
+                "{operation}() expects parameters, but got a module ({name}). Pass model.parameters()",
+                operation=operation,
+                name=type(parameters).__name__,
+            )
         )
     return [parameters] if isinstance(parameters, torch.Tensor) else parameters
 
@@ -380,20 +385,20 @@ def _checked_loss(loss: Any, kwargs: Mapping[str, Any], *, num_devices: int) -> 
     """
     if not isinstance(loss, torch.Tensor):
         raise UsageError(
-            f"backward() expects a tensor, but got {type(loss).__name__}",
-            do="pass the loss; if the model returns a dict or a tuple, use output.loss or output[0]",
+            _("backward() expects a tensor, but got {name}", name=type(loss).__name__),
+            do=_("pass the loss; if the model returns a dict or a tuple, use output.loss or output[0]"),
         )
     if loss.dim() == 1 and 1 < loss.numel() <= num_devices and "gradient" not in kwargs:
         loss = loss.mean()
     if loss.numel() != 1 and "gradient" not in kwargs:
         raise UsageError(
-            f"backward() expects a scalar loss, but got a tensor of shape {list(loss.shape)}",
-            do="reduce it, for example with loss.mean()",
+            _("backward() expects a scalar loss, but got a tensor of shape {shape}", shape=list(loss.shape)),
+            do=_("reduce it, for example with loss.mean()"),
         )
     if not loss.requires_grad:
         raise UsageError(
-            "backward() got a loss that does not require grad",
-            do="compute it from the model's outputs, outside torch.no_grad(), and without .item() or .detach()",
+            _("backward() got a loss that does not require grad"),
+            do=_("compute it from the model's outputs, outside torch.no_grad(), and without .item() or .detach()"),
         )
     checked: torch.Tensor = loss
     return checked

@@ -14,7 +14,6 @@ from typing import IO, Literal
 from unicodedata import east_asian_width
 
 from echelon.base import environ
-from echelon.base.messages.translation import translate_lines
 from echelon.base.printable import printable
 
 Kind = Literal["note", "warning", "error"]
@@ -28,7 +27,7 @@ _LABELS = re.compile(r"^(  )(\S[^\s:\uff1a]*[:\uff1a])", re.MULTILINE)
 def say(text: object, *, kind: Kind = "note", stream: IO[str] | None = None) -> None:
     """Print ``echelon: TEXT`` to ``stream`` (default: stderr), in the user's language, with control characters escaped."""
     stream = sys.stderr if stream is None else stream
-    message = translate_lines(printable(str(text)))
+    message = printable(str(text))
     name = "echelon:"
     if has_colour(stream):
         name = f"{_STYLES[kind]}{name}{_RESET}"

@@ -1,21 +1,57 @@
-"""Translates finished messages into the user's language. Without a catalogue for it, messages stay as they are, in English."""
+"""Translates messages into the user's language as gettext does: the English text is the key.
+
+``from echelon.base.messages.translation import gettext as _`` and ``_("{path} is not a folder", path=path)``. A text that
+is made when a module is imported is marked with ``gettext_noop as N_``, and translated by ``_`` when it is shown.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from echelon.base import environ
-
-if TYPE_CHECKING:
-    from echelon.base.messages.catalogue import Catalogue
 
 LOCALES = Path(__file__).resolve().parent.parent.parent / "locale"
 """Folder with ``<language>/LC_MESSAGES/echelon.po``."""
 
 _SIMPLIFIED_CHINESE = frozenset({"zh", "zh_cn", "zh_sg", "zh_hans", "zh_hans_cn"})
+
+
+class Translated(str):
+    """A message in the user's language."""
+
+    english: str
+    """The message in English, for log files, records and programs."""
+
+
+def gettext(message: str, /, **values: object) -> str:
+    """Return ``message`` with ``values`` in the user's language, or in English if it has no translation."""
+    code = language()
+    if code is None:
+        return message.format(**values) if values else message
+    text = messages_of(code).get(message, message)
+    shown = Translated(text.format(**values) if values else text)
+    shown.english = message.format(**in_english(values)) if values else message
+    return shown
+
+
+def gettext_noop(message: str) -> str:
+    """Return ``message`` unchanged. The text is in the catalogues; ``gettext`` translates it when shown."""
+    return message
+
+
+def in_english(value: object) -> Any:
+    """Return translated messages in English, also in lists and mappings such as JSON data; all else unchanged."""
+    if isinstance(value, Mapping):
+        return {name: in_english(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [in_english(each) for each in value]
+    text = value if isinstance(value, str) else str(value)  # that of a setting's origin is translated, too
+    return text.english if isinstance(text, Translated) else value
 
 
 def language() -> str | None:
@@ -29,32 +65,19 @@ def language() -> str | None:
     return None
 
 
-def translate(text: str) -> str:
-    """Return ``text`` in the user's language, or unchanged if its catalogue has no entry for it."""
-    code = language()
-    return text if code is None else _catalogue(code).translate(text)
+@cache
+def messages_of(code: str) -> Mapping[str, str]:
+    """Return the messages of the catalogue for the language ``code``, and their translations."""
+    entries = {}
+    for entry in (LOCALES / code / "LC_MESSAGES" / "echelon.po").read_text(encoding="utf-8").split("\n\n"):
+        message, _, translation = f"\n{entry}".partition("\nmsgid ")[2].partition("\nmsgstr ")
+        entries[_joined(message)] = _joined(translation)
+    del entries[""]  # the header
+    return entries
 
 
-def translated_template(msgid: str) -> str | None:
-    """Return the translation of a template (with ``{name}`` for values), or None in English and without an entry for it."""
-    code = language()
-    return None if code is None else _catalogue(code).entries.get(msgid)
-
-
-def translate_lines(text: str) -> str:
-    """Return a report such as an error's text in the user's language: each line on its own, with labels such as ``do:``."""
-    code = language()
-    return text if code is None else _catalogue(code).translate_lines(text)
-
-
-def format_error(what: str, where: str | None, do: str | None) -> str:
-    """Return an error's text in English, one line each for what happened, where, and what to do."""
-    lines = [what]
-    if where:
-        lines.append(f"  where: {where}")
-    if do:
-        lines.append(f"  do:    {do}")
-    return "\n".join(lines)
+def _joined(literals: str) -> str:
+    return "".join(map(json.loads, literals.splitlines()))
 
 
 def _can_print(character: str) -> bool:
@@ -64,10 +87,3 @@ def _can_print(character: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
-
-
-@cache
-def _catalogue(code: str) -> Catalogue:
-    from echelon.base.messages.catalogue import Catalogue, read_po  # noqa: PLC0415 - not needed in English
-
-    return Catalogue(read_po((LOCALES / code / "LC_MESSAGES" / "echelon.po").read_text(encoding="utf-8")))

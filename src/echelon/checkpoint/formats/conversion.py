@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from echelon.base.errors import CheckpointError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage, typed_json
@@ -187,7 +188,14 @@ def rank_objects_in(checkpoint: Checkpoint) -> dict[int, Any]:
     world_size = checkpoint.manifest.world_size
     found = {rank: own for rank in range(world_size) if (own := checkpoint.rank_objects(rank)) is not None}
     if len(found) < world_size:
-        warn(f"{checkpoint.folder} contains RNG states for only {len(found)} of {world_size} processes")
+        warn(
+            _(
+                "{folder} contains RNG states for only {num_found} of {world_size} processes",
+                folder=checkpoint.folder,
+                num_found=len(found),
+                world_size=world_size,
+            )
+        )
     return found
 
 
@@ -209,5 +217,5 @@ def copy_other_files(source: Path, target: Path, *, without: Callable[[str], obj
             with (source / name).open("rb") as file:
                 write_file(target / name, iter(lambda: file.read(_COPY_BYTES), b""))
         else:
-            warn(f"{source / name} is a link or a special file and was not copied")
+            warn(_("{name} is a link or a special file and was not copied", name=source / name))
     storage.sync_folder(target)

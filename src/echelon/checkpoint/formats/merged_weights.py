@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import BarOpener, progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
@@ -60,8 +61,11 @@ def merge(
         extras = checkpoint.objects().get("extra_states", [])
         if len(extras) > model and extras[model]:
             warn(
-                f"the state of model {model} has entries that are not tensors and were not exported: "
-                f"{', '.join(extras[model])}"
+                _(
+                    "the state of model {model} has entries that are not tensors and were not exported: {extras}",
+                    model=model,
+                    extras=", ".join(extras[model]),
+                )
             )
         weights = weights_of(checkpoint, model_prefix(model)) if count else weights_beside(checkpoint)
     else:

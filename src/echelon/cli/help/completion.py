@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from echelon.base import environ
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.status.run_files import DEFAULT_PARENT, INFO_FILE
 
 VARIABLE = "_ECHELON_COMPLETE"
@@ -39,7 +40,7 @@ def command(ctx: click.Context, shell: str, script: bool) -> None:
         return
     kind = get_completion_class(shell)
     if kind is None:
-        raise UsageError(f"click has no completion for {shell}", do="install click 8.1 or later")
+        raise UsageError(_("click has no completion for {shell}", shell=shell), do=_("install click 8.1 or later"))
     click.echo(kind(ctx.find_root().command, {}, "echelon", VARIABLE).source())
 
 

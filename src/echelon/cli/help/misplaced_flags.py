@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from echelon.base.messages.translation import gettext as _
 from echelon.cli.launch_options import PROCESS_FLAGS
 from echelon.launch.script import Script
 
@@ -51,9 +52,13 @@ def note_about_flags(ctx: click.Context, script: Script, *, typed: Mapping[str, 
     if not found:
         return None
     names, was = ", ".join(found), "was" if len(found) == 1 else "were"
-    return (
-        f"{names} after the script {was} passed to {script.target}, not to the launcher; put launcher flags "
-        f"before the script: echelon launch {found[0]} ... {script.target}"
+    return _(
+        "{names} after the script {verb} passed to {target}, not to the launcher; put launcher flags before "
+        "the script: echelon launch {found} ... {target}",
+        names=names,
+        verb=was,
+        target=script.target,
+        found=found[0],
     )
 
 

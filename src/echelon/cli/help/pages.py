@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from echelon.base.messages.terminal import has_colour, num_columns, wrap
-from echelon.base.messages.translation import translate
+from echelon.base.messages.translation import gettext as _
 
 _EXTRA = re.compile(r"(.*?)(\s+\[[^\]]*\])?", re.DOTALL)
 _FLAG = re.compile(r"(?<![^\s/])--[a-z0-9-]+")
@@ -22,13 +22,13 @@ class HelpPage(click.HelpFormatter):
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         """Write the first line."""
-        words = " ".join(translate(word) for word in args.split())
-        label = translate("Usage:")
+        words = " ".join(_(word) for word in args.split())
+        label = _("Usage:")
         super().write_usage(prog, words, prefix or (label if label.endswith("\uff1a") else f"{label} "))
 
     def write_heading(self, heading: str) -> None:
         """Write the heading of a section."""
-        text = translate(f"{heading}:")
+        text = _("{heading}:", heading=_(heading))
         self.write(f"{'':>{self.current_indent}}{click.style(text, bold=True)}\n")
 
     def write_text(self, text: str) -> None:
@@ -38,7 +38,7 @@ class HelpPage(click.HelpFormatter):
             if number:
                 self.write("\n")
             indent = " " * self.current_indent
-            self.write("".join(f"{indent}{one}\n" for one in wrap(translate(line), self.width - self.current_indent)))
+            self.write("".join(f"{indent}{one}\n" for one in wrap(_(line), self.width - self.current_indent)))
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         """Write names on the left, and their descriptions on the right."""
@@ -119,4 +119,4 @@ def page_colour() -> bool:
 def _description(text: str) -> str:
     """Return an option's description; what click adds in brackets at the end is not in the catalogue."""
     match = _EXTRA.fullmatch(" ".join(text.split()))
-    return text if match is None else f"{translate(match[1])}{match[2] or ''}"
+    return text if match is None else f"{_(match[1])}{match[2] or ''}"

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from echelon.base.errors import UsageError
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.data.exact.permutation import ExplicitPermutation, FeistelPermutation, Permutation
 from echelon.data.global_batch_slices import (
@@ -279,8 +280,12 @@ class _DrawnOrder(GlobalOrder):
                 yield update, batch
         if num_repeated:
             warn(
-                f"the sampler repeated {num_repeated} of {position} samples in one pass, so some samples are used "
-                "more often than others (if this is intended, set replacement=True on the sampler)"
+                _(
+                    "the sampler repeated {num_repeated} of {position} samples in one pass, so some samples are used "
+                    "more often than others (if this is intended, set replacement=True on the sampler)",
+                    num_repeated=num_repeated,
+                    position=position,
+                )
             )
 
     def num_samples(self) -> int:

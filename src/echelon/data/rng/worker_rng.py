@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.data.rebuild_loader import copy_loader
 from echelon.data.rng.host_rng import OtherDraws, other_states, set_other_states
@@ -56,8 +57,12 @@ class WorkerDraws:
             self._loaded = state
         else:
             warn(
-                f"the checkpoint was saved with {state['num_workers']} DataLoader workers, but this run has "
-                f"{self.num_workers}, so the dataset's random numbers will differ for the rest of this epoch"
+                _(
+                    "the checkpoint was saved with {state} DataLoader workers, but this run has {num_workers}, so the "
+                    "dataset's random numbers will differ for the rest of this epoch",
+                    state=state["num_workers"],
+                    num_workers=self.num_workers,
+                )
             )
 
     def begin(self, skip: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import UserLine, warn
 from echelon.distributed.checks.data_fingerprint import fingerprint_of_sample
 from echelon.distributed.small_messages import gather_bytes, gather_counts
@@ -77,7 +78,7 @@ class OrderCheck:
         )
         if self._is_error:
             raise UsageError(message, where=str(self._line), do=do.partition(", or")[0])
-        warn(f"{message}. Either {do}", at=self._line)
+        warn(_("{message}. Either {do}", message=message, do=do), at=self._line)
 
 
 def _hash_indices(drawn: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.uint64]]:

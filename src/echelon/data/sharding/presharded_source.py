@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import LoaderOptions
 from echelon.data.batch import num_samples
@@ -162,8 +163,11 @@ class PreshardedSource(BatchSource):
         self.ended_early = not self.drop_last and end < max(counts)
         if end == own_count and next(batches, _NONE) is not _NONE:
             warn(
-                f"the sampler of rank {self._world.rank} yields more samples than its length; the extra samples are "
-                "dropped, because the ranks have agreed on the length"
+                _(
+                    "the sampler of rank {rank} yields more samples than its length; the extra samples are dropped, "
+                    "because the ranks have agreed on the length",
+                    rank=self._world.rank,
+                )
             )
 
     def _agree_on_lengths(self) -> list[LoaderFacts]:

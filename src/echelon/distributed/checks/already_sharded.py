@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import UserLine, warn
 
@@ -160,20 +161,32 @@ def check_shards(shardings: list[ExistingSharding], *, world_size: int, line: Us
     what = shardings[0].what
     if numbers == {1} and world_size > 1 and shardings[0].place == "sampler":
         warn(
-            f"{what} was created for one process, but {world_size} are running, and each would read all samples. echelon "
-            "shards the loader instead, so that each sample is used once. To keep the sampler, create it after "
-            "Accelerator() (or the process group). Otherwise remove it",
+            _(
+                "{what} was created for one process, but {world_size} are running, and each would read all samples. "
+                "echelon shards the loader instead, so that each sample is used once. To keep the sampler, create it "
+                "after Accelerator() (or the process group). Otherwise remove it",
+                what=what,
+                world_size=world_size,
+            ),
             at=line,
         )
         return False
     if numbers != {world_size}:
         named = ", ".join(f"rank {rank}: {sharding.num_shards}" for rank, sharding in enumerate(shardings))
         raise UsageError(
-            f"expected the loader to have one shard per process (world_size: {world_size}), but {what} shards it for a "
-            f"different number of processes ({named if len(numbers) > 1 else numbers.pop()})",
+            _(
+                "expected the loader to have one shard per process (world_size: {world_size}), but {what} shards it "
+                "for a different number of processes ({count})",
+                world_size=world_size,
+                what=what,
+                count=named if len(numbers) > 1 else numbers.pop(),
+            ),
             where=str(line),
-            do="remove it, so that echelon shards the loader, or create it with "
-            f"{world_size} shards after Accelerator() or the process group",
+            do=_(
+                "remove it, so that echelon shards the loader, or create it with {world_size} shards after "
+                "Accelerator() or the process group",
+                world_size=world_size,
+            ),
         )
     if len(shards) == world_size and sorted(shards) != list(range(world_size)):
         named = ", ".join(f"rank {rank} has shard {shard}" for rank, shard in enumerate(shards))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from echelon.base.errors import SetupError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import user_line, warn_here
 
 
@@ -60,8 +61,13 @@ class _Guarded:
                 raise _unsupported(group, device) from error
             if skipped:
                 warn_here(
-                    f"{len(skipped)} coalesced collectives did not run, because their block ended with {type(error).__name__} at "
-                    f"{user_line()}. The tensors are unchanged on this rank."
+                    _(
+                        "{num_skipped} coalesced collectives did not run, because their block ended with {name} at "
+                        "{line}. The tensors are unchanged on this rank.",
+                        num_skipped=len(skipped),
+                        name=type(error).__name__,
+                        line=user_line(),
+                    )
                 )
             raise
 
@@ -69,8 +75,12 @@ class _Guarded:
 def _unsupported(group: Any, device: Any) -> _CoalescingUnsupported:
     backend = dist.get_backend(group)
     warn_here(
-        f"{backend} cannot coalesce collectives, so those in the block at {user_line()} did not run on this rank. If the program "
-        "catches this error, it must run them without _coalescing_manager."
+        _(
+            "{backend} cannot coalesce collectives, so those in the block at {line} did not run on this rank. If "
+            "the program catches this error, it must run them without _coalescing_manager.",
+            backend=backend,
+            line=user_line(),
+        )
     )
     return _CoalescingUnsupported(
         f"the process group's backend, {backend}, cannot coalesce collectives (torch: Backend {backend} does not implement "
@@ -103,5 +113,8 @@ def _require_no_skipped_collectives() -> None:
         )
     if is_stale:
         warn_here(
-            "a block of coalesced collectives failed before; torch would have skipped all later collectives of its group."
+            _(
+                "a block of coalesced collectives failed before; torch would have skipped all later collectives of "
+                "its group."
+            )
         )

@@ -15,6 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from echelon.base.errors import DesyncError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import UserLine, warn_here
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, are_of_different_data, row_fingerprints
 from echelon.distributed.stores import exchange_once, is_first, store_of
@@ -143,7 +144,10 @@ class DuplicateSamplesCheck:
         if self._is_error:
             raise DesyncError(message, where=f"the loader from {self._line}", do=self._do)
         # Only the last rank has compared the data, so it warns whatever its number.
-        warn_here(f"the loader from {self._line}: {message}. To fix it: {self._do}", at=self._line)
+        warn_here(
+            _("the loader from {line}: {message}. To fix it: {do}", line=self._line, message=message, do=self._do),
+            at=self._line,
+        )
 
 
 def _same_in_windows(ranks: list[_Rows]) -> tuple[int, int, str] | None:

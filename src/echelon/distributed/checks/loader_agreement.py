@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from echelon.base.errors import DesyncError
 from echelon.base.lengths import length_of
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import UserLine, warn
 from echelon.distributed.checks.already_sharded import (
     ExistingSharding,
@@ -206,9 +207,12 @@ def _compare_data(
             return sharding if check_shards(found, world_size=len(parts), line=line) else None
         if not have_columns:
             warn(
-                f"{sharding.what} has attributes for its rank and the number of ranks, but echelon cannot detect whether it holds "
-                "one shard or all of the data. echelon shards it, which loses samples if each rank already has its own shard. "
-                "Set already_sharded=True in that case, and already_sharded=False otherwise",
+                _(
+                    "{what} has attributes for its rank and the number of ranks, but echelon cannot detect whether it "
+                    "holds one shard or all of the data. echelon shards it, which loses samples if each rank already "
+                    "has its own shard. Set already_sharded=True in that case, and already_sharded=False otherwise",
+                    what=sharding.what,
+                ),
                 at=line,
             )
         return None
@@ -244,9 +248,12 @@ def _report_different_data(kind: str, *, is_exact: bool, line: UserLine) -> None
         raise DesyncError(
             message,
             where=f"{line}, parity='exact'",
-            do="give every rank the whole dataset (if it is random, call torch.manual_seed(0) on every rank before creating it)",
+            do=_(
+                "give every rank the whole dataset (if it is random, call torch.manual_seed(0) on every rank before "
+                "creating it)"
+            ),
         )
-    warn(f"{message}. Either {_BOTH_WAYS}", at=line)
+    warn(_("{message}. Either {both_ways}", message=message, both_ways=_BOTH_WAYS), at=line)
 
 
 def _decode(text: bytes) -> LoaderFacts:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.distributed.checks.replica_drift import ReplicaDriftCheck
 from echelon.distributed.checks.ungathered_metrics import num_collectives, num_collectives_of_all_groups
@@ -245,9 +246,14 @@ class _WatchedModel(_ModelHook):
             self.release()
             more = f" and {len(names) - 3} others" if len(names) > 3 else ""
             warn(
-                f"this step uses {type(wrapper.module).__name__} gradients that were not averaged across ranks, so the weights "
-                f"diverge between ranks: {', '.join(names[:3])}{more} became trainable after DistributedDataParallel was built. "
-                "Wrap the model again after such a change: model = DistributedDataParallel(model.module)"
+                _(
+                    "this step uses {name} gradients that were not averaged across ranks, so the weights diverge "
+                    "between ranks: {names}{more} became trainable after DistributedDataParallel was built. Wrap the "
+                    "model again after such a change: model = DistributedDataParallel(model.module)",
+                    name=type(wrapper.module).__name__,
+                    names=", ".join(names[:3]),
+                    more=more,
+                )
             )
             return True
         if not self._is_dirty or self._passes.may_be_reduced_by_hand():
@@ -255,10 +261,13 @@ class _WatchedModel(_ModelHook):
         self._is_done = True
         self.release()
         warn(
-            f"this step uses {type(wrapper.module).__name__} gradients that were not averaged across ranks, so the weights "
-            "diverge between ranks. The last backward pass ran inside no_sync(), followed a forward pass through the unwrapped "
-            "module, or was the second one after a single forward pass. Call the DistributedDataParallel object, and run the "
-            "last forward and backward pass before step() outside no_sync()"
+            _(
+                "this step uses {name} gradients that were not averaged across ranks, so the weights diverge between "
+                "ranks. The last backward pass ran inside no_sync(), followed a forward pass through the unwrapped "
+                "module, or was the second one after a single forward pass. Call the DistributedDataParallel object, "
+                "and run the last forward and backward pass before step() outside no_sync()",
+                name=type(wrapper.module).__name__,
+            )
         )
         return True
 

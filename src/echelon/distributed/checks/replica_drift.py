@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.base.errors import DesyncError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import UserLine, user_line, warn_here
 from echelon.distributed.stores import exchange_once, is_first, store_of
 
@@ -187,7 +188,10 @@ class _Report:
 
     def warn(self) -> None:
         # Only the last rank has compared the values, so it warns whatever its number.
-        warn_here(f"{self.message}, so they train different models. To fix it: {self.do}", at=self.line)
+        warn_here(
+            _("{message}, so they train different models. To fix it: {do}", message=self.message, do=self.do),
+            at=self.line,
+        )
 
 
 def _warn_of_few(postponed: dict[str, _Report], num_optimizers: Counter[str]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import UserLine, user_line, warn_here
 from echelon.distributed.stores import exchange_once, store_of
 from echelon.distributed.torch_hooks import watch_calls
@@ -47,8 +48,8 @@ class UnshardedLoaderCheck:
         read = list(self._passes.values())
         self._passes.clear()
         digest, line = b"sharded", None  # or possibly so
-        if read and all(may_read_all for _, may_read_all, _ in read):
-            dataset, _, line = read[-1]
+        if read and all(may_read_all for _dataset, may_read_all, _line in read):
+            dataset, _may_read_all, line = read[-1]
             digest = hashlib.sha256(repr(_describe_dataset(dataset)).encode()).digest()
         store = dist.PrefixStore("echelon/unsharded_loader", store_of())
         try:
@@ -61,9 +62,12 @@ class UnshardedLoaderCheck:
             return
         # Only the last rank has compared the data, so it warns whatever its number.
         warn_here(
-            f"this DataLoader feeds a DistributedDataParallel model on {len(digests)} ranks, and each rank reads all of its "
-            f"samples. An epoch therefore trains on every sample {len(digests)} times. Use "
-            "loader = echelon.distributed.shard(loader) or a DistributedSampler",
+            _(
+                "this DataLoader feeds a DistributedDataParallel model on {num_digests} ranks, and each rank reads "
+                "all of its samples. An epoch therefore trains on every sample {num_digests} times. Use loader = "
+                "echelon.distributed.shard(loader) or a DistributedSampler",
+                num_digests=len(digests),
+            ),
             at=line,
         )
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from echelon.base.device import used_memory_mb
+from echelon.base.messages.translation import gettext as _
 from echelon.base.rank import known_rank
 from echelon.base.warnings import warn_here
 from echelon.distributed.record.device_values import DeviceValues
@@ -29,6 +30,7 @@ from echelon.status.run_files import (
     EVENTS_FILE,
     METRICS_FILE,
     append_line,
+    event_texts,
     steps_path,
 )
 from echelon.status.step_records import StepRecorder
@@ -229,13 +231,14 @@ class ProcessRecorder:
     def checkpoint(self, path: Path, *, step: int | None, duration_s: float) -> None:
         """Record that the run's state at ``step`` has been saved. Called on rank 0, possibly in a thread."""
         facts = {"path": str(path.absolute()), "duration_s": round(duration_s, 6)}
-        text = f"saved step {step} to {path} in {duration_s:.1f} s"
-        self._write(EVENTS_FILE, {"kind": "checkpoint", "rank": 0, "step": step, "text": text, **facts})
+        text = _("saved step {step} to {path} in {seconds:.1f} s", step=step, path=path, seconds=duration_s)
+        self._write(EVENTS_FILE, {"kind": "checkpoint", "rank": 0, "step": step, **event_texts(text), **facts})
 
     def resumed(self, step: int) -> None:
         """Record, on rank 0, that the run continues after step ``step``."""
         if known_rank() in (None, 0):
-            self._write(EVENTS_FILE, {"kind": "resume", "rank": 0, "step": step, "text": f"resumed at step {step}"})
+            text = _("resumed at step {step}", step=step)
+            self._write(EVENTS_FILE, {"kind": "resume", "rank": 0, "step": step, **event_texts(text)})
 
     def _write(self, file: str, line: dict[str, Any]) -> None:
         if self._is_off:
@@ -262,8 +265,11 @@ class ProcessRecorder:
         self._is_off = True
         self._on_device = None
         warn_here(
-            f"this process no longer records its run, because a file cannot be written: {error}. The run continues "
-            "(echelon launch --log_dir DIR chooses another folder, --no_record none)"
+            _(
+                "this process no longer records its run, because a file cannot be written: {error}. The run "
+                "continues (echelon launch --log_dir DIR chooses another folder, --no_record none)",
+                error=error,
+            )
         )
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.engines.context_parallel.ring_attention import ring_attention
 from echelon.engines.context_parallel.sequence_group import SequenceGroup
@@ -114,8 +115,12 @@ class SequenceRegion(TorchFunctionMode):
         if bounds in ([local], [0, local]) and local != self.piece.length:
             self.numbers_positions = False  # one warning for each block
             warn(
-                f"torch.arange({local}) inside context_parallel() counts from 0 on each rank, whose piece of the sequence begins "
-                "elsewhere. For positions, use those of the piece: `with accelerator.context_parallel(...) as piece: piece.positions`"
+                _(
+                    "torch.arange({local}) inside context_parallel() counts from 0 on each rank, whose piece of the "
+                    "sequence begins elsewhere. For positions, use those of the piece: `with "
+                    "accelerator.context_parallel(...) as piece: piece.positions`",
+                    local=local,
+                )
             )
 
     def _replace_attention(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.config.library_variables import deepspeed_knows_rank
 from echelon.engines.base import Engine, Prepared
@@ -196,8 +197,12 @@ class DeepSpeedEngine(Engine):
         self._kept_groups = [bool(group) for group in groups]
         if any(later and not kept for kept, later in pairwise(self._kept_groups)):
             warn(
-                f"DeepSpeed removes parameter groups without parameters (group {self._kept_groups.index(False)} of "
-                f"{len(groups)}), so optimizer.param_groups has fewer elements, with other indices"
+                _(
+                    "DeepSpeed removes parameter groups without parameters (group {group} of {num_groups}), so "
+                    "optimizer.param_groups has fewer elements, with other indices",
+                    group=self._kept_groups.index(False),
+                    num_groups=len(groups),
+                )
             )
         arguments: dict[str, Any] = {}
         if isinstance(optimizer, DummyOptim):
@@ -218,7 +223,7 @@ class DeepSpeedEngine(Engine):
         config["gradient_clipping"] = 0.0  # DeepSpeedModel clips; without a value, the library clips to 1.0 in stage 0
         if self._stage == 3:
             _require_owned(model, groups)
-        engine, *_ = self._call_initialize(library, model, config=config, **arguments)
+        engine = self._call_initialize(library, model, config=config, **arguments)[0]
         self._hooks += OutputFlattener(engine, model, where="deepspeed engine").hooks
         return DeepSpeedModel(
             library,

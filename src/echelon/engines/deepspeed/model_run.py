@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.distributed.ddp.replica import Structure
 from echelon.engines.deepspeed.flat_shards import FlatShards, UsedParameters, count_ranks
@@ -156,8 +157,11 @@ class DeepSpeedModel:
         if self.is_local and not self._is_warned:
             self._is_warned = True
             warn(
-                "the last backward pass did not synchronize gradients across ranks, because it ran inside no_sync(). DeepSpeed will "
-                "reduce the gradients now, so the result is correct. Run the last backward pass before step() outside no_sync()."
+                _(
+                    "the last backward pass did not synchronize gradients across ranks, because it ran inside "
+                    "no_sync(). DeepSpeed will reduce the gradients now, so the result is correct. Run the last "
+                    "backward pass before step() outside no_sync()."
+                )
             )
         self._is_finished, self.is_local = True, False
         unused = self._find_unused() if self._stage == 0 else []

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn_here
 from echelon.world.world import World
 
@@ -144,9 +145,15 @@ class RoutingGaps:
         if self._smallest is not None and not self._is_unsafe and float(self._smallest) < self._limit:
             self._is_unsafe = True
             warn_here(
-                f"two experts' scores of a token in {name} differ by {float(self._smallest):.1e} of the largest score. Below "
-                f"{self._limit:.1e}, rounding errors decide which expert is chosen, so this run may differ from one on another number of "
-                "processes. Use a wider dtype for the router, or compare the runs by their losses."
+                _(
+                    "two experts' scores of a token in {name} differ by {smallest:.1e} of the largest score. Below "
+                    "{limit:.1e}, rounding errors decide which expert is chosen, so this run may differ from one on "
+                    "another number of processes. Use a wider dtype for the router, or compare the runs by their "
+                    "losses.",
+                    name=name,
+                    smallest=float(self._smallest),
+                    limit=self._limit,
+                )
             )
         self._smallest = gap if self._smallest is None else torch.minimum(self._smallest, gap)
 

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.versions import torch_version
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.ddp.replica import average_gradients
@@ -503,8 +504,11 @@ class FSDP2Engine(Engine):
         if not self._warned:
             self._warned = True
             warn(
-                "the last backward pass did not synchronize gradients across ranks, because it ran inside no_sync(). echelon will "
-                "reduce the gradients now, which is correct but slower. Run the last backward pass before step() outside no_sync()."
+                _(
+                    "the last backward pass did not synchronize gradients across ranks, because it ran inside "
+                    "no_sync(). echelon will reduce the gradients now, which is correct but slower. Run the last "
+                    "backward pass before step() outside no_sync()."
+                )
             )
 
     def build_sharded_update(

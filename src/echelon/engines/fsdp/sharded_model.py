@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.ddp.replica import Structure, require_same_parameters
 from echelon.distributed.monitored_barrier import monitored_barrier
@@ -52,9 +53,12 @@ class _ItemHandler:
             if line not in self._lines:
                 self._lines.add(line)
                 warn(
-                    "this line reads the sum, norm or maximum of only this rank's shard of a tensor, which differs between "
-                    "ranks. For the full value, call x.full_tensor().item() on every rank instead of x.item(). For the norm of "
-                    "all gradients, call accelerator.clip_grad_norm_(model.parameters(), float('inf')).",
+                    _(
+                        "this line reads the sum, norm or maximum of only this rank's shard of a tensor, which differs "
+                        "between ranks. For the full value, call x.full_tensor().item() on every rank instead of "
+                        "x.item(). For the norm of all gradients, call "
+                        "accelerator.clip_grad_norm_(model.parameters(), float('inf'))."
+                    ),
                     at=line,
                 )
         return tensor.to_local().item()
@@ -134,9 +138,13 @@ class UnshardedParameters:
         large = [names[id(p)] for p in new if p.dim()]
         if large:
             warn(
-                f"fully_shard does not shard parameters that were added to the model after prepare() ({', '.join(large[:3])}"
-                f"{' and others' if len(large) > 3 else ''}). echelon averages their gradients across ranks at each step. To "
-                "shard these parameters, add them before prepare()"
+                _(
+                    "fully_shard does not shard parameters that were added to the model after prepare() "
+                    "({large}{large_2}). echelon averages their gradients across ranks at each step. To shard these "
+                    "parameters, add them before prepare()",
+                    large=", ".join(large[:3]),
+                    large_2=" and others" if len(large) > 3 else "",
+                )
             )
         for parameter in new:
             dist.broadcast(parameter.data, src=0)

@@ -17,6 +17,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeAlias
 
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.printable import printable
 from echelon.diagnose.stall import Answer, Class, Stall, disagreement, name_ranks
 
@@ -41,6 +42,11 @@ class ErrorRecord:
     """``time.monotonic_ns()`` when it was raised; comparable between processes on the same machine."""
     type: str
     message: str
+    """The whole text, in English."""
+    what: str = ""
+    """The parts of an error of echelon, in the user's language; empty for other errors."""
+    where: str = ""
+    do: str = ""
     frames: tuple[Frame, ...] = ()
     """Stack frames, outermost first as in a traceback."""
     chain: tuple[str, ...] = ()
@@ -182,19 +188,20 @@ def explain(
     if differing is not None:
         return _explain_disagreement(differing, first, ends, logs=logs, machines=machines)
     what, do = _verdict(first, ends)
-    lines = [f"rank {first.rank} of {len(ends)}{_on([first.rank], machines)}{_place_of(first)}"]
+    rank, place = _("rank {rank}", rank=first.rank), _place_of(first)
+    lines = [_of_all(rank, len(ends), _on([first.rank], machines)) + place]
     lines += [_frame_line(frame) for frame in _shown_frames(first)]
     others = _others(first, ends)
     if others:
-        what = f"{what}\n  others: {others}"
+        what = _("{what}\n  others: {others}", what=what, others=others)
     remedies = [do]
     for ranks in _other_errors(first, ends)[:_MAX_OTHERS]:
         other, names = ranks[0], name_ranks([end.rank for end in ranks])
         lines += [f"{names}{_place_of(other)}", *map(_frame_line, _shown_frames(other)[:1])]
         remedy = _verdict(other, ends)[1]
         if remedy != do:
-            remedies.append(f"{names}: {remedy}")
-    return what, "\n         ".join(lines), "\n         ".join(remedies) + f"\n  logs:  {logs}"
+            remedies.append(_("{ranks}: {state}", ranks=names, state=remedy))
+    return what, "\n         ".join(lines), _("{do}\n  logs:  {logs}", do="\n         ".join(remedies), logs=logs)
 
 
 def lost_each_other(ends: Sequence[RankEnd]) -> bool:
@@ -214,95 +221,101 @@ def _disagreement(first: RankEnd, ends: Sequence[RankEnd]) -> Stall | None:
 def _explain_disagreement(
     found: Stall, first: RankEnd, ends: Sequence[RankEnd], *, logs: str, machines: Mapping[int, str]
 ) -> tuple[str, str, str]:
-    aborted = f"; gloo aborted rank {first.rank} as a result" if first.exit_code == -signal.SIGABRT else ""
+    aborted = ""
+    if first.exit_code == -signal.SIGABRT:
+        aborted = _("; gloo aborted rank {rank} as a result", rank=first.rank)
     lines = "".join(f"\n    {line}" for line in found.lines())
-    what = f"{found.kind.value}: {found.what}{lines}\n  others: the ranks lost contact with each other{aborted}"
+    what = _(
+        "{kind}: {what}{lines}\n  others: the ranks lost contact with each other{aborted}",
+        kind=_(found.kind.value),
+        what=found.what,
+        lines=lines,
+        aborted=aborted,
+    )
     culprits = found.culprits or tuple(sorted(found.ranks))
-    return what, f"{name_ranks(culprits)} of {len(ends)}{_on(culprits, machines)}", f"{found.do}\n  logs:  {logs}"
+    where = _of_all(name_ranks(culprits), len(ends), _on(culprits, machines))
+    return what, where, _("{do}\n  logs:  {logs}", do=found.do, logs=logs)
+
+
+def _of_all(ranks: str, number: int, machines: str) -> str:
+    return _("{ranks} of {number}{machines}", ranks=ranks, number=number, machines=machines)
 
 
 def _on(ranks: Sequence[int], machines: Mapping[int, str]) -> str:
     names = list(dict.fromkeys(machines[rank] for rank in ranks if rank in machines))
-    return f", on {' and '.join(names[:2])}" if names else ""
+    return _(", on {names}", names=_(" and ").join(names[:2])) if names else ""
 
 
 def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
-    record, who = end.record, f"rank {end.rank}"
+    record, who = end.record, _("rank {rank}", rank=end.rank)
     if end.exit_code is not None and end.exit_code < 0:
         name, hint = _signal(-end.exit_code)
-        return f"{who} failed first: killed by {name}", hint
+        return _("{who} failed first: killed by {name}", who=who, name=name), hint
     if cause_of(end, ends) is Cause.LEFT_EARLY:
         return (
-            f"{who} failed first: it exited (code 0) while other ranks were still waiting for it",
-            "make every rank run the same number of steps and collectives; look for an early return or break on this "
-            "rank",
+            _("{who} failed first: it exited (code 0) while other ranks were still waiting for it", who=who),
+            _(
+                "make every rank run the same number of steps and collectives; look for an early return or break on "
+                "this rank"
+            ),
         )
     if record is None:
         return (
-            f"{who} failed first: exit code {end.exit_code}, without a Python exception",
-            "look for os._exit or a native library that ends the process, and read the program's output above",
+            _(
+                "{who} failed first: exit code {exit_code}, without a Python exception",
+                who=who,
+                exit_code=end.exit_code,
+            ),
+            _("look for os._exit or a native library that ends the process, and read the program's output above"),
         )
-    text = _parts(record)
-    message = _shorten(text.what)
+    message = _shorten(record.what or record.message)
     if record.type == "SystemExit":
         return (
-            f"{who} failed first: sys.exit({message})",
-            "exit with code 0 on success; any other code means failure",
+            _("{who} failed first: sys.exit({message})", who=who, message=message),
+            _("exit with code 0 on success; any other code means failure"),
         )
-    thread = f" (in thread {record.thread!r})" if record.thread else ""
+    thread = _(" (in thread {thread!r})", thread=record.thread) if record.thread else ""
     if cause_of(end, ends) is Cause.COMMUNICATION:
         return (
-            f"{who} lost contact with another rank{thread}: {record.type}: {message}",
-            "no rank failed by itself; look for a rank that hangs, skips a collective or exceeds the timeout",
+            _(
+                "{who} lost contact with another rank{thread}: {type}: {message}",
+                who=who,
+                thread=thread,
+                type=record.type,
+                message=message,
+            ),
+            _("no rank failed by itself; look for a rank that hangs, skips a collective or exceeds the timeout"),
         )
     return (
-        f"{who} failed first{thread}: {record.type}: {message}",
-        text.do or _advice_for(record.message) or "fix this error; the full traceback is in the rank's output",
+        _("{who} failed first{thread}: {type}: {message}", who=who, thread=thread, type=record.type, message=message),
+        record.do or _advice_for(record.message) or _("fix this error; the full traceback is in the rank's output"),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ErrorText:
-    what: str
-    where: str = ""
-    do: str = ""
-
-
-# The text of an EchelonError.
-_PARTS = re.compile(
-    r"(?P<what>.*?)(?:\n  where: (?:rank \d+(?:, )?)?(?P<where>[^\n]*))?(?:\n  do:    (?P<do>.*))?", re.DOTALL
-)
-
-
-def _parts(record: ErrorRecord) -> _ErrorText:
-    """Return the parts of an echelon error's text, so that the report has each of them once."""
-    match = _PARTS.fullmatch(record.message) if record.type.startswith("echelon.") else None
-    if match is None:
-        return _ErrorText(what=record.message)
-    return _ErrorText(what=match["what"], where=match["where"] or "", do=match["do"] or "")
-
-
 def _place_of(end: RankEnd) -> str:
-    where = "" if end.record is None else _parts(end.record).where
-    return f", {where}" if where else ""
+    where = "" if end.record is None else _RANK.sub("", end.record.where)
+    return _(", {place}", place=where) if where else ""
+
+
+_RANK = re.compile("^rank \\d+(, |\uff0c|$)")
 
 
 def _shorten(message: str) -> str:
     lines = printable(message).splitlines() or [""]
     if len(lines) > _MAX_MESSAGE_LINES:
-        lines = [*lines[:_MAX_MESSAGE_LINES], f"... ({len(lines) - _MAX_MESSAGE_LINES} more lines)"]
+        lines = [*lines[:_MAX_MESSAGE_LINES], _("... ({number} more lines)", number=len(lines) - _MAX_MESSAGE_LINES)]
     return "\n         ".join(line[:400] for line in lines)
 
 
 _SIGNAL_HINTS = {
-    "SIGKILL": (
+    "SIGKILL": N_(
         "if dmesg shows an out-of-memory kill, use fewer processes or smaller batches; otherwise, someone ran kill -9"
     ),
-    "SIGSEGV": "a native library crashed at the line above; update it, or run without it",
-    "SIGABRT": "run with --debug, because gloo aborts if ranks call different collectives or use different sizes",
-    "SIGBUS": "enlarge /dev/shm, which is probably full, or use fewer DataLoader workers",
-    "SIGTERM": "find out whether a user or the scheduler stopped this process; echelon did not stop it",
-    "SIGINT": "find out who interrupted this process; echelon did not interrupt it",
+    "SIGSEGV": N_("a native library crashed at the line above; update it, or run without it"),
+    "SIGABRT": N_("run with --debug, because gloo aborts if ranks call different collectives or use different sizes"),
+    "SIGBUS": N_("enlarge /dev/shm, which is probably full, or use fewer DataLoader workers"),
+    "SIGTERM": N_("find out whether a user or the scheduler stopped this process; echelon did not stop it"),
+    "SIGINT": N_("find out who interrupted this process; echelon did not interrupt it"),
 }
 
 
@@ -310,8 +323,9 @@ def _signal(number: int) -> tuple[str, str]:
     try:
         name = signal.Signals(number).name
     except ValueError:
-        name = "an unknown signal"
-    return f"{name} (signal {number})", _SIGNAL_HINTS.get(name, "find out which process sent this signal")
+        name = _("an unknown signal")
+    hint = _SIGNAL_HINTS.get(name, N_("find out which process sent this signal"))
+    return _("{name} (signal {number})", name=name, number=number), _(hint)
 
 
 def _shown_frames(end: RankEnd) -> list[Frame]:
@@ -336,7 +350,7 @@ def _others(first: RankEnd, ends: Sequence[RankEnd]) -> str:
     for end, cause in zip(ends, _causes_of(ends)):
         if end.rank != first.rank:
             ranks.setdefault(_describe_end(shown.get(end.rank, end), cause, first), []).append(end.rank)
-    return "; ".join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
+    return _("; ").join(f"{name_ranks(numbers)} {text}" for text, numbers in ranks.items())
 
 
 def _other_errors(first: RankEnd, ends: Sequence[RankEnd]) -> list[list[RankEnd]]:
@@ -365,49 +379,55 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 def _describe_end(end: RankEnd, cause: Cause, first: RankEnd) -> str:
     if cause is Cause.COMMUNICATION:
-        return "then lost contact"
+        return _("then lost contact")
     if end.exit_code == 0:
-        return "ended normally"
+        return _("ended normally")
     if not end.failed:
-        return "stopped by echelon"
+        return _("stopped by echelon")
     failed, ended = _time_of(first), _time_of(end)
     later = (
-        f" {timedelta(microseconds=(ended - failed) // 1000).total_seconds():.1f} s later" if failed and ended else ""
+        _(" {seconds:.1f} s later", seconds=timedelta(microseconds=(ended - failed) // 1000).total_seconds())
+        if failed and ended
+        else ""
     )
     if end.record is not None:
         if _error_key(end) == _error_key(first):
-            return "failed with the same error"
-        text = _shorten(_parts(end.record).what).splitlines()[0][:_MAX_TEXT]
-        return f"failed{later} with {end.record.type}" + (f": {text}" if text else "")
+            return _("failed with the same error")
+        text = _shorten(end.record.what or end.record.message).splitlines()[0][:_MAX_TEXT]
+        return _("failed{later} with {type}", later=later, type=end.record.type) + (f": {text}" if text else "")
     assert end.exit_code is not None, end
     return (
-        f"was killed by {_signal(-end.exit_code)[0]}{later}"
+        _("was killed by {name}{later}", name=_signal(-end.exit_code)[0], later=later)
         if end.exit_code < 0
-        else f"ended with exit code {end.exit_code}{later}"
+        else _("ended with exit code {exit_code}{later}", exit_code=end.exit_code, later=later)
     )
 
 
 # Advice for errors of torch whose messages do not say what to do: a part of the message, and the advice.
-_WHOLE = (
+_WHOLE = N_(
     "get full tensors with x.full_tensor() (call it on every rank) and full weights with "
     "accelerator.get_state_dict(model)"
 )
-_NO_GPU = (
-    "replace x.cuda() and x.to('cuda') with x.to(accelerator.device) (at Level 1, setup().device), because this "
-    "machine has no GPU "
-    "or torch was built without CUDA; prepare() moves models and batches itself"
+_NO_GPU = N_(
+    "replace x.cuda() and x.to('cuda') with x.to(accelerator.device) (at Level 1, setup().device), "
+    "because this machine has no GPU or torch was built without CUDA; prepare() moves models and batches "
+    "itself"
 )
-_PICKLE = (
-    "make the object picklable for the DataLoader workers (create files, locks and connections on first use in "
-    "__getitem__; define functions at module level), or set num_workers=0"
+_PICKLE = N_(
+    "make the object picklable for the DataLoader workers (create files, locks and connections on first "
+    "use in __getitem__; define functions at module level), or set num_workers=0"
 )
-_OUT_OF_MEMORY = (
-    "use a smaller micro-batch and gradient_accumulation_steps, which keep the batch of an update; store fewer activations "
-    "(model.gradient_checkpointing_enable(), or activation_checkpointing in the sharding settings); use mixed_precision='bf16'; with "
-    "several devices, shard the model and the optimizer (engine='fsdp2'). If the message says that much memory is reserved but "
-    "unallocated, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_OUT_OF_MEMORY = N_(
+    "use a smaller micro-batch and gradient_accumulation_steps, which keep the batch of an update; store "
+    "fewer activations (model.gradient_checkpointing_enable(), or activation_checkpointing in the "
+    "sharding settings); use mixed_precision='bf16'; with several devices, shard the model and the "
+    "optimizer (engine='fsdp2'). If the message says that much memory is reserved but unallocated, set "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
-_ASYNCHRONOUS = "run again with CUDA_LAUNCH_BLOCKING=1: the device reports errors late, so the line above is often not the one that failed"
+_ASYNCHRONOUS = N_(
+    "run again with CUDA_LAUNCH_BLOCKING=1: the device reports errors late, so the line above is often "
+    "not the one that failed"
+)
 _ADVICE = (
     # "out of memory" is part of the message of torch.OutOfMemoryError, and of cudaMalloc's for memory outside torch's allocator.
     ("out of memory", _OUT_OF_MEMORY),
@@ -438,21 +458,29 @@ _ADVICE = (
     ),
     (
         "out of bounds for storage of size 0",
-        "use engine='ddp' or 'zero1' for second-order gradients (create_graph=True); the backward pass needed "
-        "parameters that the fsdp2 engine had already resharded",
+        N_(
+            "use engine='ddp' or 'zero1' for second-order gradients (create_graph=True); the backward pass "
+            "needed parameters that the fsdp2 engine had already resharded"
+        ),
     ),
     (
         "Expected to mark a variable ready only once",
-        "a parameter was used twice in one backward pass (for checkpointed layers, use use_reentrant=False or DistributedDataParallelKwargs("
-        "static_graph=True)), or it was frozen in a compiled model after prepare() (freeze it before prepare())",
+        N_(
+            "a parameter was used twice in one backward pass (for checkpointed layers, use use_reentrant=False "
+            "or DistributedDataParallelKwargs(static_graph=True)), or it was frozen in a compiled model after "
+            "prepare() (freeze it before prepare())"
+        ),
     ),
     (
         "Expected to have finished reduction in the prior iteration",
-        "some parameters did not contribute to the loss of the previous step; use Accelerator(kwargs_handlers="
-        "[DistributedDataParallelKwargs(find_unused_parameters=True)]), or freeze them before the forward pass",
+        N_(
+            "some parameters did not contribute to the loss of the previous step; use "
+            "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or "
+            "freeze them before the forward pass"
+        ),
     ),
 )
 
 
 def _advice_for(message: str) -> str | None:
-    return next((advice for part, advice in _ADVICE if part in message), None)
+    return next((_(advice) for part, advice in _ADVICE if part in message), None)

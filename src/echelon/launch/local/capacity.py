@@ -7,6 +7,7 @@ import os
 from echelon.base.cores import usable_cores
 from echelon.base.errors import ConfigError
 from echelon.base.limits import Room, room_for_files, room_for_memory, room_for_tasks
+from echelon.base.messages.translation import gettext as _
 
 # Tests often use 8 ranks on 2 cores, or 16 on a laptop. Many more are a mistake, such as the count of another machine.
 _ALWAYS = 16
@@ -33,28 +34,46 @@ def check_capacity(num_processes: int, *, origin: str, imports_torch: bool, uses
     cores = usable_cores()
     most = max(_ALWAYS, _PER_CORE * cores, os.cpu_count() or 1)
     if uses_cpu and num_processes > most:
-        raise _refusal(f"{num_processes} processes on {cores} cores: the limit is {_PER_CORE} per core", most, origin)
+        raise _refusal(
+            _(
+                "{num_processes} processes on {cores} cores: the limit is {per_core} per core",
+                num_processes=num_processes,
+                cores=cores,
+                per_core=_PER_CORE,
+            ),
+            most,
+            origin,
+        )
     if imports_torch and num_processes > 1:  # a single process reports the problem itself
-        _check_room(room_for_memory(), _BYTES_OF_TORCH, num_processes, "of memory to import torch", origin)
+        _check_room(room_for_memory(), _BYTES_OF_TORCH, num_processes, _("of memory to import torch"), origin)
     tasks = _TASKS_OF_TORCH if imports_torch else 1
-    _check_room(room_for_tasks(), tasks, num_processes, "processes and threads", origin)
+    _check_room(room_for_tasks(), tasks, num_processes, _("processes and threads"), origin)
     files = room_for_files()
     if files is not None:
         files = Room(left=max(0, files.left - _FILES_OF_LAUNCHER), source=files.source)
-    _check_room(files, _FILES_OF_RANK, num_processes, "open files in the launcher", origin)
+    _check_room(files, _FILES_OF_RANK, num_processes, _("open files in the launcher"), origin)
 
 
 def _check_room(room: Room | None, each: int, num_processes: int, resource: str, origin: str) -> None:
     if room is None or each * num_processes <= room.left:
         return
     needed, left = (_format_amount(number, is_bytes=each >= 1 << 20) for number in (each * num_processes, room.left))
-    what = f"{num_processes} processes need {needed} {resource}, but only {left} are available ({room.source})"
+    what = _(
+        "{num_processes} processes need {needed} {resource}, but only {left} are available ({source})",
+        num_processes=num_processes,
+        needed=needed,
+        resource=resource,
+        left=left,
+        source=room.source,
+    )
     raise _refusal(what, room.left // each, origin)
 
 
 def _refusal(what: str, most: int, origin: str) -> ConfigError:
-    instead = f"use --num_processes {most} or fewer, or add" if most else "free resources or raise the limit, or add"
-    return ConfigError(what, where=origin, do=f"{instead} --oversubscribe to start them anyway")
+    do = _("free resources or raise the limit, or add --oversubscribe to start them anyway")
+    if most:
+        do = _("use --num_processes {most} or fewer, or add --oversubscribe to start them anyway", most=most)
+    return ConfigError(what, where=origin, do=do)
 
 
 def _format_amount(number: int, *, is_bytes: bool) -> str:

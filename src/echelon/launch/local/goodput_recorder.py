@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.printable import printable
 from echelon.diagnose.goodput import Attempt, RankTimes, TimeBreakdown, break_down_time, spent_in
 from echelon.diagnose.straggler import Steps, steps_of
@@ -53,7 +54,7 @@ class GoodputReport:
         verdict = self.steps.verdict
         machine = None if self.steps.slowest is None else self.machines.get(self.steps.slowest)
         if machine is not None:
-            verdict += f"; it runs on {machine}"
+            verdict += _("; it runs on {machine}", machine=machine)
         return [str(self.breakdown), str(self.steps), *filter(None, [verdict])]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.local.worker import HIDE, SHOW
 
 Streams = frozenset[Literal["stdout", "stderr"]]
@@ -56,10 +57,11 @@ def parse_streams(text: str, *, num_processes: int, flag: str) -> dict[int, Stre
         match = re.fullmatch(r"(\d+):([0-3])", part.strip())
         if match is None or int(match[1]) >= num_processes:
             raise ConfigError(
-                f"{flag} {text} is not valid",
-                do=(
+                _("{flag} {text} is not valid", flag=flag, text=text),
+                do=_(
                     "use 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or set each rank separately, as in 0:3,1:2 "
-                    f"(ranks 0 to {num_processes - 1})"
+                    "(ranks 0 to {most})",
+                    most=num_processes - 1,
                 ),
             )
         streams[int(match[1])] = _BITS[match[2]]

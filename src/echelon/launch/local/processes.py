@@ -17,6 +17,7 @@ from typing import BinaryIO, Literal
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.failures.failure import RankEnd
 from echelon.launch.local import worker
 from echelon.launch.local.output import Outputs, log_file, relay
@@ -95,8 +96,13 @@ class Workers:
             except OSError as error:
                 self.stop(signal.SIGKILL, grace=timedelta())
                 raise LaunchError(
-                    f"cannot start rank {rank}: {error.strerror}: {error.filename}",
-                    do=(
+                    _(
+                        "cannot start rank {rank}: {strerror}: {filename}",
+                        rank=rank,
+                        strerror=error.strerror,
+                        filename=error.filename,
+                    ),
+                    do=_(
                         "check that the program is executable, and check the limits on processes and open files "
                         "(ulimit -a)"
                     ),
@@ -205,7 +211,13 @@ class Workers:
             one.is_finished = watch is not None and bool(watch.doing & Doing.FINISHED)
             if one.is_finished and -code in _CRASHES:
                 name = signal.Signals(-code).name
-                say(f"rank {one.rank} succeeded, but the interpreter crashed at exit ({name}); this is not an error")
+                say(
+                    _(
+                        "rank {rank} succeeded, but the interpreter crashed at exit ({name}); this is not an error",
+                        rank=one.rank,
+                        name=name,
+                    )
+                )
         return 0 if code is not None and code < 0 and one.is_finished else code
 
     def stop(self, number: int, *, grace: timedelta, is_impatient: Callable[[], bool] = lambda: False) -> None:
@@ -231,7 +243,11 @@ class Workers:
                 one.process.wait(timeout=1.0)
             except subprocess.TimeoutExpired:
                 say(
-                    f"rank {one.rank} (process {one.process.pid}) hangs in the kernel and cannot be killed",
+                    _(
+                        "rank {rank} (process {value}) hangs in the kernel and cannot be killed",
+                        rank=one.rank,
+                        value=one.process.pid,
+                    ),
                     kind="warning",
                 )
         self.drain()

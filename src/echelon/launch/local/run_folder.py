@@ -11,6 +11,7 @@ from pathlib import Path
 
 from echelon.base.errors import ConfigError
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.interrupts import Interrupted
 from echelon.launch.local.ranks import STALL_FILE
 from echelon.launch.script import Script
@@ -66,13 +67,17 @@ def _create(path: Path, *, is_requested: bool) -> Path | None:
     except OSError as error:
         if is_requested:
             raise ConfigError(
-                f"cannot create the log folder {path}: {error.strerror}",
-                where="flag --log_dir",
-                do="pass a folder that you can write to",
+                _("cannot create the log folder {path}: {strerror}", path=path, strerror=error.strerror),
+                where=_("flag {name}", name="--log_dir"),
+                do=_("pass a folder that you can write to"),
             ) from error
         say(
-            f"warning: the run is not recorded, because its folder {path} cannot be created: {error.strerror} "
-            "(--log_dir DIR chooses another one, --no_record none)",
+            _(
+                "warning: the run is not recorded, because its folder {path} cannot be created: {strerror} "
+                "(--log_dir DIR chooses another one, --no_record none)",
+                path=path,
+                strerror=error.strerror,
+            ),
             kind="warning",
         )
         return None

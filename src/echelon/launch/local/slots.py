@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.config.origin import Origin
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -36,21 +37,26 @@ class Slots:
         if num_accelerators == 0:
             if self.are_excluded:
                 raise self._error(
-                    f"{self.text}: this run does not use accelerators, so none can be excluded", "remove it"
+                    _("{text}: this run does not use accelerators, so none can be excluded", text=self.text),
+                    _("remove it"),
                 )
             if not on_cpu:
-                raise no_accelerator(f"{self.text} names accelerators", str(self.origin))
+                raise no_accelerator(_("{text} names accelerators", text=self.text), str(self.origin))
             return self.numbers
         if self.numbers and max(self.numbers) >= num_accelerators:
             raise self._error(
-                f"{self.text}: this machine has only {num_accelerators} accelerators, numbered from 0",
-                f"use numbers up to {num_accelerators - 1}",
+                _(
+                    "{text}: this machine has only {num_accelerators} accelerators, numbered from 0",
+                    text=self.text,
+                    num_accelerators=num_accelerators,
+                ),
+                _("use numbers up to {number}", number=num_accelerators - 1),
             )
         if not self.are_excluded:
             return self.numbers or every
         left = tuple(i for i in every if self.numbers and i not in self.numbers)
         if not left:
-            raise self._error(f"{self.text} excludes all accelerators", "exclude fewer accelerators")
+            raise self._error(_("{text} excludes all accelerators", text=self.text), _("exclude fewer accelerators"))
         return left
 
     def _error(self, what: str, do: str) -> ConfigError:
@@ -60,11 +66,11 @@ class Slots:
 def no_accelerator(request: str, where: str) -> ConfigError:
     """Return the error for a run that requests accelerators on a machine without accelerators."""
     return ConfigError(
-        f"{request}, but this machine has no accelerator that torch can use",
+        _("{request}, but this machine has no accelerator that torch can use", request=request),
         where=where,
-        do=(
-            "add --cpu (or ECHELON_CPU=1, use_cpu: true in a config file) to train on the CPU; if the machine has an "
-            "accelerator, check the driver and the torch build with echelon env"
+        do=_(
+            "add --cpu (or ECHELON_CPU=1, use_cpu: true in a config file) to train on the CPU; if the machine "
+            "has an accelerator, check the driver and the torch build with echelon env"
         ),
     )
 
@@ -87,9 +93,15 @@ def named_slots(resolved: Resolved[RunConfig]) -> Slots | None:
     given = [name for name in given if resolved.origins[name].source is strongest]
     if len(given) > 1:
         both = " and ".join(
-            f"{name}={getattr(resolved.value, name)!r} (from {resolved.origins[name]})" for name in given
+            _(
+                "{name}={value!r} (from {origins})",
+                name=name,
+                value=getattr(resolved.value, name),
+                origins=resolved.origins[name],
+            )
+            for name in given
         )
-        raise ConfigError(f"{both} both select accelerators", do="remove one of them")
+        raise ConfigError(_("{both} both select accelerators", both=both), do=_("remove one of them"))
     for name in given:
         text, origin = str(getattr(resolved.value, name)), resolved.origins[name]
         numbers = _numbers(text if name == "gpu_ids" else _of_this_machine(text, origin), origin)
@@ -100,15 +112,19 @@ def named_slots(resolved: Resolved[RunConfig]) -> Slots | None:
 def _of_this_machine(text: str, origin: Origin) -> str:
     """Return the slot numbers in DeepSpeed's ``host:0,2`` as text; empty for all slots."""
     hosts = [part.partition(":") for part in text.split("@") if part]
-    for host, _, _ in hosts:
+    for host, _port, _slots in hosts:
         if not is_this_machine(host):
             raise ConfigError(
-                f"{host} is not this machine",
+                _("{host} is not this machine", host=host),
                 where=str(origin),
-                do=f"use localhost:0,1 instead of {text}, or remove --machine_rank to start the run on {host} over ssh",
+                do=_(
+                    "use localhost:0,1 instead of {text}, or remove --machine_rank to start the run on {host} over ssh",
+                    text=text,
+                    host=host,
+                ),
             )
     if len(hosts) != 1:
-        raise ConfigError(f"{text!r} names no accelerators", where=str(origin), do="use localhost:0,1")
+        raise ConfigError(_("{text!r} names no accelerators", text=text), where=str(origin), do=_("use localhost:0,1"))
     return hosts[0][2]
 
 
@@ -116,8 +132,8 @@ def _numbers(text: str, origin: Origin) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdigit() for part in parts) or len(set(parts)) < len(parts):
         raise ConfigError(
-            f"{text!r} is not a list of accelerators",
+            _("{text!r} is not a list of accelerators", text=text),
             where=str(origin),
-            do="use comma-separated accelerator numbers, such as 0,2",
+            do=_("use comma-separated accelerator numbers, such as 0,2"),
         )
     return tuple(int(part) for part in parts)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, Protocol, final
 
 from echelon.base import environ
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.local import warm_server
 from echelon.launch.local.parents import own_identity
 
@@ -237,6 +238,6 @@ class _Forked:
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"rank with process {self.pid}", timeout or 0.0)
+                raise subprocess.TimeoutExpired(_("rank with process {pid}", pid=self.pid), timeout or 0.0)
             time.sleep(_POLL_S)
         return code

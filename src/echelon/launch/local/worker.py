@@ -64,6 +64,7 @@ class Recorder:
             "where": where,
             "type": _type_name(error),
             "message": _text_with_attribute(error),
+            **_parts(error),
             "chain": [f"{_type_name(cause)}: {_text(cause)}" for cause in _causes(error)],
             "frames": _frames(error.__traceback__),
             "collectives": None if self._reporter is None else self._reporter.collectives(),
@@ -118,13 +119,21 @@ def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return str(error.code)[:_MAX_TEXT]
     try:
-        # The launcher searches the text, and translates it when it shows it.
+        # The launcher searches the text.
         text = error.in_english() if _is_of_echelon(error) else str(error)  # type: ignore[attr-defined]
     except Exception as problem:  # noqa: BLE001 - a broken __str__ of the user must not prevent the record
         text = f"<its __str__ raised {type(problem).__name__}>"
     if isinstance(error, SyntaxError) and error.filename:
         text = f"{text.partition(' (')[0]} ({error.filename}, line {error.lineno})"
     return text[:_MAX_TEXT]
+
+
+def _parts(error: BaseException) -> dict[str, str | None]:
+    """Return the parts of an error of echelon, in the user's language."""
+    if not _is_of_echelon(error):
+        return {}
+    what, place, do = error.what, error.where, error.do  # type: ignore[attr-defined]
+    return {"what": what[:_MAX_TEXT], "place": place, "do": do}
 
 
 def _causes(error: BaseException) -> list[BaseException]:

@@ -17,6 +17,8 @@ from concurrent.futures import Future, InvalidStateError, TimeoutError as NoAnsw
 from contextlib import suppress
 from typing import Any, TypeAlias, final
 
+from echelon.base.messages.translation import gettext as _
+
 OnMessage: TypeAlias = Callable[[str, Mapping[str, Any]], None]
 OnRequest: TypeAlias = Callable[[str, Mapping[str, Any]], Any]
 
@@ -50,9 +52,9 @@ def receive_exactly(sock: socket.socket, num_bytes: int) -> bytes:
         try:
             chunk = sock.recv(min(num_bytes - len(data), 1 << 20))
         except OSError as error:
-            raise ConnectionLost("no answer" if isinstance(error, TimeoutError) else str(error)) from error
+            raise ConnectionLost(_("no answer") if isinstance(error, TimeoutError) else str(error)) from error
         if not chunk:
-            raise ConnectionLost("the other side closed the connection")
+            raise ConnectionLost(_("the other side closed the connection"))
         data += chunk
     return bytes(data)
 
@@ -165,7 +167,7 @@ class Peer:
             while len(self._received) >= _SIZE.size:
                 (size,) = _SIZE.unpack_from(self._received)
                 if size > _MAX_BYTES:
-                    raise ChannelError(f"received a message of {size} bytes, above the limit")
+                    raise ChannelError(_("received a message of {size} bytes, above the limit", size=size))
                 end = _SIZE.size + size
                 if len(self._received) < end:
                     break
@@ -179,7 +181,7 @@ class Peer:
         """Close the connection if the other side has been silent for too long."""
         timeout_s = self.sock.gettimeout()
         if timeout_s is not None and time.monotonic() - self._received_at > timeout_s:
-            self._lose("no answer")
+            self._lose(_("no answer"))
 
     def _lose(self, reason: str) -> None:
         was_closed = self.is_lost
@@ -201,7 +203,7 @@ class Peer:
             work = (message["request"], kind, content)
             threading.Thread(target=self._answer, args=work, daemon=True, name=f"echelon-{kind}").start()
         else:
-            failed = f"{_MAX_ANSWERING} earlier requests are still being answered"
+            failed = _("{max_answering} earlier requests are still being answered", max_answering=_MAX_ANSWERING)
             self._send({"kind": "answer", "request": message["request"], "failed": failed})
 
     def _answer(self, request: int, kind: str, content: Mapping[str, Any]) -> None:
@@ -244,7 +246,7 @@ class Receiver:
     def _receive(self) -> None:
         checked_at = time.monotonic()
         while self._peers or not self._is_closing:
-            for key, _ in self._selector.select(_CHECK_S):
+            for key, _events in self._selector.select(_CHECK_S):
                 key.data.receive()
                 if key.data.is_lost:
                     self._remove(key.data)
@@ -316,7 +318,7 @@ def clock_offset_ns(peer: Peer | InProcessPeer, *, timeout_s: float, num_tries: 
     if isinstance(peer, InProcessPeer):
         return 0
     tries = []
-    for _ in range(num_tries):
+    for _time in range(num_tries):
         started = time.monotonic_ns()
         theirs = int(peer.request("clock")(timeout_s))
         took = time.monotonic_ns() - started

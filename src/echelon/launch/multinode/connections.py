@@ -23,6 +23,7 @@ from typing import Any, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.multinode.channel import START_S, ChannelError, ConnectionLost, receive_exactly
 from echelon.launch.multinode.network import listen
 
@@ -64,7 +65,7 @@ def connect(host: str, port: int, token: bytes, *, purpose: bytes, number: int =
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello = receive_exactly(sock, _HELLO_BYTES)
         if not hello.startswith(_MAGIC):
-            raise ConnectionRefused("another program is listening there")
+            raise ConnectionRefused(_("another program is listening there"))
         nonce, claim = hello[len(_MAGIC) :], _MAGIC + secrets.token_bytes(_NONCE_BYTES) + _PURPOSE.pack(purpose, number)
         with suppress(OSError):  # shown by the answer
             sock.sendall(claim + _code(token, b"client", nonce, claim))
@@ -73,9 +74,9 @@ def connect(host: str, port: int, token: bytes, *, purpose: bytes, number: int =
         except ConnectionLost as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise  # a timeout is not a refusal
-            raise ConnectionRefused("the server closed the connection because it has a different token") from error
+            raise ConnectionRefused(_("the server closed the connection because it has a different token")) from error
         if not hmac.compare_digest(answer, _code(token, b"server", nonce, claim)):
-            raise ConnectionRefused("the server does not know the token")
+            raise ConnectionRefused(_("the server does not know the token"))
         return sock
     except BaseException:
         sock.close()
@@ -263,7 +264,8 @@ class Tunnel:
             listener = listen(_LOOPBACK, 0)
         except OSError as error:
             raise LaunchError(
-                f"cannot listen on {_LOOPBACK}: {error}", do="check the limit on open files (ulimit -a)"
+                _("cannot listen on {loopback}: {error}", loopback=_LOOPBACK, error=error),
+                do=_("check the limit on open files (ulimit -a)"),
             ) from error
         self.port: int = listener.getsockname()[1]
         self._open_store = open_store
@@ -277,7 +279,7 @@ class Tunnel:
         try:
             store = await asyncio.to_thread(self._open_store)
         except (ChannelError, OSError) as error:
-            say(f"cannot connect to the run's store: {error}", kind="error")
+            say(_("cannot connect to the run's store: {error}", error=error), kind="error")
             sock.close()
             return
         store.setblocking(False)

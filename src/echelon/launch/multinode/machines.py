@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from echelon._version import __version__
 from echelon.base.errors import ConfigError, LaunchError
+from echelon.base.messages.translation import gettext as _, in_english
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -86,13 +87,15 @@ def node_range(resolved: Resolved[RunConfig], overrides: CliOverrides) -> tuple[
     """
     max_nodes = resolved.value.num_machines
     text = overrides.nnodes or str(max_nodes)
-    min_nodes, _, has_range = text.partition(":")
+    min_nodes, _colon, has_range = text.partition(":")
     if not has_range:
         return max_nodes, max_nodes
-    flag = f"flag {overrides.typed.get('num_machines', '--nnodes')}"
+    flag = _("flag {name}", name=overrides.typed.get("num_machines", "--nnodes"))
     if not min_nodes.isdigit() or not 1 <= int(min_nodes) <= max_nodes:
         raise ConfigError(
-            f"{text!r} is neither a number nor a range of machines", where=flag, do="use MIN:MAX, such as 1:4"
+            _("{text!r} is neither a number nor a range of machines", text=text),
+            where=flag,
+            do=_("use MIN:MAX, such as 1:4"),
         )
     return int(min_nodes), max_nodes
 
@@ -104,16 +107,18 @@ def parse_rdzv_conf(overrides: CliOverrides) -> dict[str, str]:
         ConfigError: the syntax is invalid, or a key is unknown.
     """
     found = {}
-    where = f"flag {overrides.typed.get('rdzv_conf', '--rdzv_conf')}"
+    where = _("flag {name}", name=overrides.typed.get("rdzv_conf", "--rdzv_conf"))
     for part in filter(None, (overrides.rdzv_conf or "").split(",")):
         name, has_value, value = part.strip().partition("=")
         if not has_value:
-            raise ConfigError(f"{part!r} is not a rendezvous setting", where=where, do="use NAME=VALUE,NAME=VALUE")
+            raise ConfigError(
+                _("{part!r} is not a rendezvous setting", part=part), where=where, do=_("use NAME=VALUE,NAME=VALUE")
+            )
         if name not in _CONF and name not in _IGNORED_CONF and name != _TOKEN_FILE:
             near = get_close_matches(name, [*_CONF, _TOKEN_FILE, *_IGNORED_CONF], n=1)
             known = ", ".join([*_CONF, _TOKEN_FILE, "is_host"])
-            do = f"did you mean {near[0]}?" if near else f"known settings: {known}"
-            raise ConfigError(f"unknown rendezvous setting {name!r}", where=where, do=do)
+            do = _("did you mean {near}?", near=near[0]) if near else _("known settings: {known}", known=known)
+            raise ConfigError(_("unknown rendezvous setting {name!r}", name=name), where=where, do=do)
         found[name] = value.strip()
     if "timeout" in found:
         found.setdefault("join_timeout", found["timeout"])
@@ -123,7 +128,9 @@ def parse_rdzv_conf(overrides: CliOverrides) -> dict[str, str]:
                 raise ValueError
         except ValueError:
             raise ConfigError(
-                f"{name}={found[name]!r} is not a positive number of seconds", where=where, do=f"use {name}=60"
+                _("{name}={found!r} is not a positive number of seconds", name=name, found=found[name]),
+                where=where,
+                do=_("use {name}=60", name=name),
             ) from None
     return found
 
@@ -137,12 +144,11 @@ def check_rendezvous(resolved: Resolved[RunConfig], overrides: CliOverrides, ste
     backend = resolved.value.rdzv_backend
     if backend not in (None, "c10d", "static", "echelon"):
         raise ConfigError(
-            f"rendezvous backend {backend!r} is not supported",
+            _("rendezvous backend {backend!r} is not supported", backend=backend),
             where=str(resolved.origins["rdzv_backend"]),
-            do=(
+            do=_(
                 "remove rdzv_backend, or set it to c10d or static; the launchers themselves connect to "
-                "--rdzv_endpoint or "
-                "--main_process_ip"
+                "--rdzv_endpoint or --main_process_ip"
             ),
         )
     _endpoint(resolved, overrides, step)
@@ -194,7 +200,9 @@ def make_plan(
         max_nodes=max_nodes,
         run_id=run_id,
         versions=_versions(),
-        settings={name: f"{value} (from {origin})" for name, (value, origin) in fingerprint(resolved).items()},
+        settings={
+            name: f"{value} (from {in_english(origin)})" for name, (value, origin) in fingerprint(resolved).items()
+        },
     )
     return MultinodePlan(
         info=info,
@@ -221,9 +229,16 @@ def _refuse_loopback_name(endpoint: str, address: str, where: str) -> None:
         is_explicit = False  # a host name
     if is_loopback(address) and not is_explicit:
         raise ConfigError(
-            f"{endpoint} resolves to the loopback address {address}, which no other machine can reach",
+            _(
+                "{endpoint} resolves to the loopback address {address}, which no other machine can reach",
+                endpoint=endpoint,
+                address=address,
+            ),
             where=where,
-            do=f"use an address that the other machines can reach, or correct the entry for {endpoint} in /etc/hosts",
+            do=_(
+                "use an address that the other machines can reach, or correct the entry for {endpoint} in /etc/hosts",
+                endpoint=endpoint,
+            ),
         )
 
 
@@ -236,7 +251,7 @@ def _machine_rank(resolved: Resolved[RunConfig], step: Step | None) -> int | Non
 def _endpoint(resolved: Resolved[RunConfig], overrides: CliOverrides, step: Step | None) -> tuple[str, int, str]:
     value, origins = resolved.value, resolved.origins
     if overrides.rdzv_endpoint is not None:
-        where = f"flag {overrides.typed.get('rdzv_endpoint', '--rdzv_endpoint')}"
+        where = _("flag {name}", name=overrides.typed.get("rdzv_endpoint", "--rdzv_endpoint"))
         host, text = _split(overrides.rdzv_endpoint)
         port = value.main_process_port if text is None and value.main_process_port else _port(text, where, _RDZV_PORT)
     elif value.main_process_ip is not None:
@@ -246,15 +261,21 @@ def _endpoint(resolved: Resolved[RunConfig], overrides: CliOverrides, step: Step
         where, host, port = "env SLURM_STEP_NODELIST", step.head, value.main_process_port or step.port
     else:
         raise ConfigError(
-            f"{value.num_machines} machines need a rendezvous address, but none is set",
+            _("{num_machines} machines need a rendezvous address, but none is set", num_machines=value.num_machines),
             where=str(origins["num_machines"]),
-            do="set --main_process_ip (--master_addr) to the address of the machine with rank 0, or use --rdzv_endpoint HOST:PORT",
+            do=_(
+                "set --main_process_ip (--master_addr) to the address of the machine with rank 0, or use "
+                "--rdzv_endpoint HOST:PORT"
+            ),
         )
     if not host or _UNEXPANDED.search(host):
         raise ConfigError(
-            f"{host!r} is not a host name: the variable in it was not expanded",
+            _("{host!r} is not a host name: the variable in it was not expanded", host=host),
             where=where,
-            do="set the variable, and use double quotes on the command line; variables in single quotes or in files are not expanded",
+            do=_(
+                "set the variable, and use double quotes on the command line; variables in single quotes or in files "
+                "are not expanded"
+            ),
         )
     return host, port, where
 
@@ -272,9 +293,9 @@ def _port(text: str | None, where: str, default: int) -> int:
         return default
     if not text.isdigit() or not 0 < int(text) < 65536:
         raise ConfigError(
-            f"{text!r} is not a port",
+            _("{text!r} is not a port", text=text),
             where=where,
-            do="use HOST:PORT with a port from 1 to 65535, the same on all machines",
+            do=_("use HOST:PORT with a port from 1 to 65535, the same on all machines"),
         )
     return int(text)
 
@@ -290,11 +311,15 @@ def _listen(
 ) -> socket.socket | None:
     """Open the listener; return None if another launcher on this machine is already listening."""
     if overrides.listen_on is None and not is_local:
-        here = ", ".join(found for found in own_addresses() if not is_loopback(found)) or "loopback only"
+        here = ", ".join(found for found in own_addresses() if not is_loopback(found)) or _("loopback only")
         raise ConfigError(
-            f"this machine is the rendezvous host, but {address} is not one of its addresses ({here})",
+            _(
+                "this machine is the rendezvous host, but {address} is not one of its addresses ({here})",
+                address=address,
+                here=here,
+            ),
             where=where,
-            do=(
+            do=_(
                 "use the address of the machine with rank 0, and set --machine_rank 0 only there; behind NAT, also "
                 "set --listen_on to the address to listen on"
             ),
@@ -307,11 +332,14 @@ def _listen(
             return None  # the second launcher on one machine
         is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
         raise LaunchError(
-            f"cannot listen on {target}:{port}: {_reason(error)}",
-            where=where if is_of_port or overrides.listen_on is None else "flag --listen_on",
-            do="use a free --main_process_port, the same on all machines; `ss -ltnp` shows which process is using this port"
+            _("cannot listen on {target}:{port}: {error}", target=target, port=port, error=_reason(error)),
+            where=where if is_of_port or overrides.listen_on is None else _("flag {name}", name="--listen_on"),
+            do=_(
+                "use a free --main_process_port, the same on all machines; `ss -ltnp` shows which process is using "
+                "this port"
+            )
             if is_of_port
-            else "use one of this machine's addresses, as shown by `ip addr`",
+            else _("use one of this machine's addresses, as shown by `ip addr`"),
         ) from error
 
 
@@ -328,13 +356,18 @@ def _token(overrides: CliOverrides, run_id: str, file: str | None, *, is_loopbac
     if token is not None:
         return token
     if overrides.is_insecure or is_loopback:
-        return f"no secret: {run_id}".encode()
+        return _("no secret: {run_id}", run_id=run_id).encode()
     raise ConfigError(
-        "a run on several machines needs a token; without one, anyone who can reach the port could join or read the run",
-        where="env ECHELON_TOKEN, env ECHELON_TOKEN_FILE, and the file that `echelon token` writes",
-        do="run `echelon token` once and copy its file to all machines (unless they share a home directory), or set "
-        "ECHELON_TOKEN to the same long secret on all machines; on an isolated network, add --insecure_network to run "
-        "without a token",
+        _(
+            "a run on several machines needs a token; without one, anyone who can reach the port could join or "
+            "read the run"
+        ),
+        where=_("env ECHELON_TOKEN, env ECHELON_TOKEN_FILE, and the file that `echelon token` writes"),
+        do=_(
+            "run `echelon token` once and copy its file to all machines (unless they share a home directory), or "
+            "set ECHELON_TOKEN to the same long secret on all machines; on an isolated network, add "
+            "--insecure_network to run without a token"
+        ),
     )
 
 
@@ -345,9 +378,9 @@ def _interface(overrides: CliOverrides, own: str) -> str | None:
         if overrides.local_addr is None:
             return None
     raise ConfigError(
-        f"{own!r} is not an IP address",
-        where=f"flag {overrides.typed.get('local_addr', '--local_addr')}",
-        do="use one of this machine's addresses, as shown by `ip addr`",
+        _("{own!r} is not an IP address", own=own),
+        where=_("flag {name}", name=overrides.typed.get("local_addr", "--local_addr")),
+        do=_("use one of this machine's addresses, as shown by `ip addr`"),
     )
 
 

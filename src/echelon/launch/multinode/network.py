@@ -6,6 +6,7 @@ import ipaddress
 import socket
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 
 _BACKLOG = 1024
 
@@ -20,9 +21,9 @@ def addresses_of(host: str, *, where: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"cannot resolve the host name {host!r}: {error}",
+            _("cannot resolve the host name {host!r}: {error}", host=host, error=error),
             where=where,
-            do="use a name that every machine can resolve, or that machine's address (shown by `ip addr`)",
+            do=_("use a name that every machine can resolve, or that machine's address (shown by `ip addr`)"),
         ) from error
     return sorted({str(entry[4][0]) for entry in found}, key=lambda text: (":" in text, text))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, final
 
 from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.multinode.channel import START_S, ChannelError, OnMessage, OnRequest, Peer, Receiver
 from echelon.launch.multinode.connections import NODE, STORE, ConnectionRefused, connect
 from echelon.launch.multinode.network import is_loopback
@@ -60,14 +61,16 @@ class RemoteCoordinator:
                     raise self._explained(error, waited_s) from error
                 if waited_s > warned_s + _WARN_AFTER_S:
                     warned_s = waited_s
-                    say(f"{self._explained(error, waited_s)}\n  still retrying", kind="warning")
+                    say(_("{error}\n  still retrying", error=self._explained(error, waited_s)), kind="warning")
             time.sleep(_RETRY_S)
         sock.settimeout(START_S)
         peer = Peer(
             sock,
             on_message=on_message,
             on_request=on_request,
-            on_lost=lambda reason: on_lost(f"lost contact with {plan.host}:{plan.port}: {reason}"),
+            on_lost=lambda reason: on_lost(
+                _("lost contact with {host}:{port}: {reason}", host=plan.host, port=plan.port, reason=reason)
+            ),
         )
         receiver = Receiver(self.times.heartbeat.total_seconds())
         receiver.add(peer)
@@ -86,17 +89,20 @@ class RemoteCoordinator:
     def _explained(self, error: Exception, waited_s: float) -> LaunchError:
         plan = self._plan
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-        do = "check that the launcher with machine rank 0 is running and that no firewall blocks its port"
+        do = _("check that the launcher with machine rank 0 is running and that no firewall blocks its port")
         if isinstance(error, ConnectionRefused):
-            do = "use the same token on all machines: ECHELON_TOKEN, ECHELON_TOKEN_FILE, or the file that `echelon token` writes"
+            do = _(
+                "use the same token on all machines: ECHELON_TOKEN, ECHELON_TOKEN_FILE, or the file that `echelon "
+                "token` writes"
+            )
         elif is_loopback(plan.host):
-            do = (
-                "use the address at which the other machines reach the machine with rank 0; a loopback address always refers to "
-                "the local machine"
+            do = _(
+                "use the address at which the other machines reach the machine with rank 0; a loopback address "
+                "always refers to the local machine"
             )
         return LaunchError(
-            f"cannot connect to {plan.host}:{plan.port}: {text}"
-            + (f" (retried for {waited_s:.0f} s)" if waited_s > 1 else ""),
+            _("cannot connect to {host}:{port}: {text}", host=plan.host, port=plan.port, text=text)
+            + (_(" (retried for {waited_s:.0f} s)", waited_s=waited_s) if waited_s > 1 else ""),
             where=f"{plan.info.host} ({plan.info.address}); {plan.where}",
             do=do,
         )

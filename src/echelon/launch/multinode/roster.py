@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from echelon.base.errors import LaunchError
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 
 _MAX_NAMED = 5
 _MAX_MACHINES = 32
@@ -48,7 +49,7 @@ class RendezvousTimes:
 
 def name_of(info: NodeInfo) -> str:
     """Return the machine's name for reports."""
-    number = "" if info.machine_rank is None else f", machine rank {info.machine_rank}"
+    number = "" if info.machine_rank is None else _(", machine rank {machine_rank}", machine_rank=info.machine_rank)
     return f"{info.host} ({info.address}{number})"
 
 
@@ -60,39 +61,59 @@ def refusal(new: NodeInfo, here: Sequence[NodeInfo], host: NodeInfo) -> LaunchEr
         here: the launchers that have joined, without ``new``.
         host: the launcher on the rendezvous host.
     """
-    where = f"{name_of(new)}, joining at {name_of(host)}"
+    where = _("{new}, joining at {host}", new=name_of(new), host=name_of(host))
     if new.run_id != host.run_id:
         return LaunchError(
-            f"this machine expects run {new.run_id!r}, but the rendezvous host is running {host.run_id!r}",
+            _(
+                "this machine expects run {run_id!r}, but the rendezvous host is running {host_run_id!r}",
+                run_id=new.run_id,
+                host_run_id=host.run_id,
+            ),
             where=where,
-            do="use the same --rdzv_id on all machines, and a different --main_process_port for each run",
+            do=_("use the same --rdzv_id on all machines, and a different --main_process_port for each run"),
         )
     if (new.min_nodes, new.max_nodes) != (host.min_nodes, host.max_nodes):
         return LaunchError(
-            f"this machine expects {node_range_text(new)} machines, but {host.host} expects {node_range_text(host)}",
+            _(
+                "this machine expects {new} machines, but {host} expects {count}",
+                new=node_range_text(new),
+                host=host.host,
+                count=node_range_text(host),
+            ),
             where=where,
-            do="use the same --num_machines (--nnodes) on all machines",
+            do=_("use the same --num_machines (--nnodes) on all machines"),
         )
     if new.machine_rank is not None:
         if new.machine_rank >= new.max_nodes:
             return LaunchError(
-                f"machine rank {new.machine_rank} is out of range for {new.max_nodes} machines",
+                _(
+                    "machine rank {machine_rank} is out of range for {max_nodes} machines",
+                    machine_rank=new.machine_rank,
+                    max_nodes=new.max_nodes,
+                ),
                 where=where,
-                do=f"number the machines 0 to {new.max_nodes - 1} (--machine_rank, --node_rank)",
+                do=_("number the machines 0 to {number} (--machine_rank, --node_rank)", number=new.max_nodes - 1),
             )
         for other in here:
             if other.machine_rank == new.machine_rank:
                 return LaunchError(
-                    f"{other.host} ({other.address}) already has machine rank {new.machine_rank}",
+                    _(
+                        "{host} ({address}) already has machine rank {machine_rank}",
+                        host=other.host,
+                        address=other.address,
+                        machine_rank=new.machine_rank,
+                    ),
                     where=where,
-                    do="use a different --machine_rank (--node_rank) on each machine",
+                    do=_("use a different --machine_rank (--node_rank) on each machine"),
                 )
-    same_versions = "install the same versions on all machines"
-    same_settings = (
+    same_versions = _("install the same versions on all machines")
+    same_settings = _(
         "use the same flags and config file on all machines (echelon config explain shows where a value comes from)"
     )
-    return _difference("version", new.versions, host.versions, host.host, where, same_versions) or _difference(
-        "setting", new.settings, host.settings, host.host, where, same_settings
+    return _difference(
+        N_("different versions: {texts}{more}"), new.versions, host.versions, host.host, where, same_versions
+    ) or _difference(
+        N_("different settings: {texts}{more}"), new.settings, host.settings, host.host, where, same_settings
     )
 
 
@@ -103,11 +124,17 @@ def _difference(
     if not names:
         return None
     texts = [
-        f"{name} is {theirs.get(name, 'not set')} on the joining machine and {ours.get(name, 'not set')} on {host}"
+        _(
+            "{name} is {theirs} on the joining machine and {ours} on {host}",
+            name=name,
+            theirs=theirs.get(name, _("not set")),
+            ours=ours.get(name, _("not set")),
+            host=host,
+        )
         for name in names[:_MAX_NAMED]
     ]
-    more = f", and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return LaunchError(f"different {kind}s: {', '.join(texts)}{more}", where=where, do=do)
+    more = _(", and {number} more", number=len(names) - _MAX_NAMED) if len(names) > _MAX_NAMED else ""
+    return LaunchError(_(kind, texts=", ".join(texts), more=more), where=where, do=do)
 
 
 def _value(text: str | None) -> str | None:
@@ -117,7 +144,11 @@ def _value(text: str | None) -> str | None:
 
 def node_range_text(info: NodeInfo) -> str:
     """Return the range of machines that a run may use, as text."""
-    return f"{info.min_nodes}" if info.min_nodes == info.max_nodes else f"{info.min_nodes} to {info.max_nodes}"
+    return (
+        f"{info.min_nodes}"
+        if info.min_nodes == info.max_nodes
+        else _("{min_nodes} to {max_nodes}", min_nodes=info.min_nodes, max_nodes=info.max_nodes)
+    )
 
 
 def in_rank_order(infos: Sequence[NodeInfo], *, last_order: Sequence[str], first: str) -> list[NodeInfo]:
@@ -144,9 +175,17 @@ def join_names(names: Sequence[str]) -> str:
 
 def describe_missing(here: Sequence[NodeInfo], *, min_nodes: int, max_nodes: int) -> str:
     """Return a description of the machines that have joined and of those that are missing."""
-    least = f"at least {min_nodes}" if max_nodes > min_nodes else f"{min_nodes}"
+    least = _("at least {min_nodes}", min_nodes=min_nodes) if max_nodes > min_nodes else f"{min_nodes}"
     names = join_names([name_of(info) for info in here])
     given = {info.machine_rank for info in here}
     absent = [str(rank) for rank in range(max_nodes) if rank not in given]
-    missing = f"; missing machine ranks: {', '.join(absent[:8])}" if None not in given and absent else ""
-    return f"{len(here)} of {least} machines have joined: {names}{missing}"
+    missing = (
+        _("; missing machine ranks: {absent}", absent=", ".join(absent[:8])) if None not in given and absent else ""
+    )
+    return _(
+        "{num_here} of {least} machines have joined: {names}{missing}",
+        num_here=len(here),
+        least=least,
+        names=names,
+        missing=missing,
+    )

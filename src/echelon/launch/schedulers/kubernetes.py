@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.job_token import TOKEN_VARIABLE
 from echelon.launch.script import Script
 from echelon.status.stop_barrier import EXIT_CODE
@@ -284,26 +285,39 @@ _QUANTITY = r"\d+(\.\d+)?(m|[kKMGTPE]i?)?"
 
 
 def _check(job: PodJob) -> None:
-    _check_form("--name", job.name, _NAME, "use at most 52 lower-case letters, digits and -, starting with a letter")
+    _check_form("--name", job.name, _NAME, _("use at most 52 lower-case letters, digits and -, starting with a letter"))
     for flag, name in (("--secret", job.secret), ("--namespace", job.namespace), ("--runtime", job.runtime)):
-        _check_form(flag, name, r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "use lower-case letters, digits, - and .")
-    _check_form("--image", job.image, r"[\w./:@-]+", "use an image such as registry/project/image:tag")
+        _check_form(flag, name, r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", _("use lower-case letters, digits, - and ."))
+    _check_form("--image", job.image, r"[\w./:@-]+", _("use an image such as registry/project/image:tag"))
     for flag, amount in (("--cpus", job.cpus), ("--mem", job.memory), ("--shm_size", job.shared_memory)):
-        _check_form(flag, amount, _QUANTITY, "use a Kubernetes quantity such as 8, 500m or 64Gi")
+        _check_form(flag, amount, _QUANTITY, _("use a Kubernetes quantity such as 8, 500m or 64Gi"))
     for name in job.variables:
-        _check_form("--env", name, r"[A-Z_a-z][\w.-]*", "use NAME=VALUE")
+        _check_form("--env", name, r"[A-Z_a-z][\w.-]*", _("use NAME=VALUE"))
     for claim, path in job.volumes:
         if not path.startswith("/") or ":" in path or not claim:
-            raise ConfigError(f"{claim}:{path} is not a volume", where="flag --volume", do="use CLAIM:/path/in/the/pod")
+            raise ConfigError(
+                _("{claim}:{path} is not a volume", claim=claim, path=path),
+                where=_("flag {name}", name="--volume"),
+                do=_("use CLAIM:/path/in/the/pod"),
+            )
     if job.grace_s <= job.preemption_grace_s:
         raise ConfigError(
-            f"a pod is killed {job.grace_s} s after SIGTERM, but the ranks may take {job.preemption_grace_s:g} s "
-            "to agree on a step",
-            where="flag --grace",
-            do=f"use more than {job.preemption_grace_s:g} s plus the time that a save takes",
+            _(
+                "a pod is killed {grace_s} s after SIGTERM, but the ranks may take {preemption_grace_s:g} s to agree "
+                "on a step",
+                grace_s=job.grace_s,
+                preemption_grace_s=job.preemption_grace_s,
+            ),
+            where=_("flag {name}", name="--grace"),
+            do=_(
+                "use more than {preemption_grace_s:g} s plus the time that a save takes",
+                preemption_grace_s=job.preemption_grace_s,
+            ),
         )
 
 
 def _check_form(flag: str, text: str | None, form: str, do: str) -> None:
     if text is not None and re.fullmatch(form, text, flags=re.ASCII) is None:
-        raise ConfigError(f"{text!r} is not a valid value for Kubernetes", where=f"flag {flag}", do=do)
+        raise ConfigError(
+            _("{text!r} is not a valid value for Kubernetes", text=text), where=_("flag {name}", name=flag), do=do
+        )

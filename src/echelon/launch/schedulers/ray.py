@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from echelon.base.errors import LaunchError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import require
 from echelon.base.warnings import warn
 from echelon.launch.failures.failure import ErrorRecord, RankEnd, first_failure
@@ -53,20 +54,24 @@ def run(
     train = require("ray.train", extra="ray", purpose="echelon.ray.run")
     ray_torch = require("ray.train.torch", extra="ray", purpose="echelon.ray.run")
     if (scaling_config is None) == (num_workers is None):
-        given = "neither a ScalingConfig nor num_workers" if num_workers is None else "a ScalingConfig and num_workers"
+        given = (
+            _("neither a ScalingConfig nor num_workers")
+            if num_workers is None
+            else _("a ScalingConfig and num_workers")
+        )
         raise UsageError(
-            f"echelon.ray.run: {given}",
-            where="code echelon.ray.run()",
-            do="use either run(fn, ScalingConfig(num_workers=2)) or run(fn, num_workers=2)",
+            _("echelon.ray.run: {given}", given=given),
+            where=_("code {name}", name="echelon.ray.run()"),
+            do=_("use either run(fn, ScalingConfig(num_workers=2)) or run(fn, num_workers=2)"),
         )
     if scaling_config is None:
         resources = None if resources_per_worker is None else dict(resources_per_worker)
         scaling_config = train.ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, resources_per_worker=resources)
     elif use_gpu or resources_per_worker is not None:
         raise UsageError(
-            "echelon.ray.run: use_gpu and resources_per_worker cannot be combined with a ScalingConfig",
-            where="code echelon.ray.run()",
-            do="set them in the ScalingConfig",
+            _("echelon.ray.run: use_gpu and resources_per_worker cannot be combined with a ScalingConfig"),
+            where=_("code {name}", name="echelon.ray.run()"),
+            do=_("set them in the ScalingConfig"),
         )
     if scaling_config.use_gpu:
         options.setdefault("torch_config", ray_torch.TorchConfig(backend=_BACKEND_OF_GPUS))
@@ -94,8 +99,12 @@ class _Worker:
             os.chdir(self.folder)  # Ray runs workers in a folder that it deletes
         else:
             warn(
-                f"{self.folder} does not exist on this machine, so relative paths are resolved against Ray's directory "
-                f"{os.getcwd()}"
+                _(
+                    "{folder} does not exist on this machine, so relative paths are resolved against Ray's directory "
+                    "{getcwd}",
+                    folder=self.folder,
+                    getcwd=os.getcwd(),
+                )
             )
         return self.fn() if self.config is None else self.fn(self.config)
 
@@ -109,14 +118,23 @@ def _explained(error: Any) -> LaunchError:
     first = first_failure(ends)
     if first is None:
         return LaunchError(
-            f"Ray could not run the training function: {error}",
+            _("Ray could not run the training function: {error}", error=error),
             where="echelon.ray.run",
-            do="check the cluster with `ray status`",
+            do=_("check the cluster with `ray status`"),
         )
     assert first.record is not None
-    others = f"; {len(ends) - 1} other ranks also failed" if len(ends) > 1 else ""
+    others = _("; {number} other ranks also failed", number=len(ends) - 1) if len(ends) > 1 else ""
     return LaunchError(
-        f"rank {first.rank} failed with {first.record.type}: {first.record.message}{others}",
+        _(
+            "rank {rank} failed with {type}: {message}{others}",
+            rank=first.rank,
+            type=first.record.type,
+            message=first.record.message,
+            others=others,
+        ),
         where="echelon.ray.run",
-        do="fix the error above; to have Ray restart failed workers, pass RunConfig(failure_config=FailureConfig(max_failures=N))",
+        do=_(
+            "fix the error above; to have Ray restart failed workers, pass "
+            "RunConfig(failure_config=FailureConfig(max_failures=N))"
+        ),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.world.environment import integer, slurm_first_host, slurm_port, slurm_tasks_by_node
 
 
@@ -38,17 +39,24 @@ def current_step() -> Step | None:
     node_rank = integer("SLURM_NODEID")
     if not 0 <= node_rank < num_nodes:
         raise ConfigError(
-            f"machine {node_rank} (from env SLURM_NODEID) is not in 0..{num_nodes - 1} (from env SLURM_STEP_NUM_NODES)",
-            where="env SLURM_NODEID",
-            do="start the launcher directly with srun, and do not change the SLURM_ variables",
+            _(
+                "machine {node_rank} (from env SLURM_NODEID) is not in 0..{count} (from env SLURM_STEP_NUM_NODES)",
+                node_rank=node_rank,
+                count=num_nodes - 1,
+            ),
+            where=_("env {name}", name="SLURM_NODEID"),
+            do=_("start the launcher directly with srun, and do not change the SLURM_ variables"),
         )
     # Check all machines: if the launchers of another one exited, this one would wait for them.
     tasks = slurm_tasks_by_node() or [1] * num_nodes
     if max(tasks) > 1:
         raise ConfigError(
-            f"srun starts {max(tasks)} launchers on one machine, each of which would start all the machine's ranks",
-            where="env SLURM_STEP_TASKS_PER_NODE",
-            do=(
+            _(
+                "srun starts {tasks} launchers on one machine, each of which would start all the machine's ranks",
+                tasks=max(tasks),
+            ),
+            where=_("env {name}", name="SLURM_STEP_TASKS_PER_NODE"),
+            do=_(
                 "run `srun --ntasks-per-node=1 echelon launch --nproc_per_node K script.py`, or start one task per "
                 "rank without the launcher: `srun python script.py`"
             ),
@@ -57,9 +65,9 @@ def current_step() -> Step | None:
     if head is None:
         if num_nodes > 1:
             raise ConfigError(
-                f"SLURM_STEP_NODELIST, which should list the {num_nodes} machines, is not set",
-                where="env SLURM_STEP_NODELIST",
-                do="keep the SLURM_ variables, or set --main_process_ip and --machine_rank",
+                _("SLURM_STEP_NODELIST, which should list the {num_nodes} machines, is not set", num_nodes=num_nodes),
+                where=_("env {name}", name="SLURM_STEP_NODELIST"),
+                do=_("keep the SLURM_ variables, or set --main_process_ip and --machine_rank"),
             )
         head = "127.0.0.1"
     return Step(

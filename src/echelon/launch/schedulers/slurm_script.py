@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.script import Script
 from echelon.status.stop_barrier import EXIT_CODE
@@ -163,29 +164,48 @@ def _check(job: BatchJob) -> None:
     for flag, text in texts.items():
         if text is not None and not text.isprintable():
             raise ConfigError(
-                f"{text!r} contains a line break or control character", where=f"flag {flag}", do="remove it"
+                _("{text!r} contains a line break or control character", text=text),
+                where=_("flag {name}", name=flag),
+                do=_("remove it"),
             )
     if job.name.startswith("-") or not job.name:
-        raise ConfigError(f"{job.name!r} is not a valid job name", where="flag --job_name", do="start it with a letter")
-    _check_form("--mem", job.memory, r"\d+[KMGT]?", "use a number with an optional K, M, G or T suffix, such as 64G")
-    _check_form("--time", job.time, _TIME, "use minutes, hours:minutes:seconds or days-hours, such as 12:00:00")
-    _check_form("--signal", job.signal, r"(USR1|TERM)@\d{1,5}", "use USR1@SECONDS, TERM@SECONDS or none")
+        raise ConfigError(
+            _("{job!r} is not a valid job name", job=job.name),
+            where=_("flag {name}", name="--job_name"),
+            do=_("start it with a letter"),
+        )
+    _check_form("--mem", job.memory, r"\d+[KMGT]?", _("use a number with an optional K, M, G or T suffix, such as 64G"))
+    _check_form("--time", job.time, _TIME, _("use minutes, hours:minutes:seconds or days-hours, such as 12:00:00"))
+    _check_form("--signal", job.signal, r"(USR1|TERM)@\d{1,5}", _("use USR1@SECONDS, TERM@SECONDS or none"))
     for name in job.variables:
-        _check_form("--env", name, r"[A-Z_a-z]\w*", "use NAME=VALUE with letters, digits and _ in NAME")
+        _check_form("--env", name, r"[A-Z_a-z]\w*", _("use NAME=VALUE with letters, digits and _ in NAME"))
     if job.signal is None:
         return
     before, seconds = int(job.signal.partition("@")[2]), _seconds(job.time or "")
     if before <= job.preemption_grace_s:
         raise ConfigError(
-            f"the signal is sent {before} s before the time limit, but the ranks may take {job.preemption_grace_s:g} s to agree on a step",
-            where="flag --signal",
-            do=f"use more than {job.preemption_grace_s:g} s plus the time that a save takes",
+            _(
+                "the signal is sent {before} s before the time limit, but the ranks may take {preemption_grace_s:g} "
+                "s to agree on a step",
+                before=before,
+                preemption_grace_s=job.preemption_grace_s,
+            ),
+            where=_("flag {name}", name="--signal"),
+            do=_(
+                "use more than {preemption_grace_s:g} s plus the time that a save takes",
+                preemption_grace_s=job.preemption_grace_s,
+            ),
         )
     if seconds is not None and before >= seconds:
         raise ConfigError(
-            f"with a time limit of {seconds} s and a signal {before} s before it, the job would be requeued as soon as it starts",
-            where="flags --time, --signal",
-            do="increase --time, or use --signal none",
+            _(
+                "with a time limit of {seconds} s and a signal {before} s before it, the job would be requeued as "
+                "soon as it starts",
+                seconds=seconds,
+                before=before,
+            ),
+            where=_("flags --time, --signal"),
+            do=_("increase --time, or use --signal none"),
         )
 
 
@@ -194,7 +214,9 @@ _TIME = r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE"
 
 def _check_form(flag: str, text: str | None, form: str, do: str) -> None:
     if text is not None and re.fullmatch(form, text, flags=re.IGNORECASE | re.ASCII) is None:
-        raise ConfigError(f"{text!r} is not a valid value for Slurm", where=f"flag {flag}", do=do)
+        raise ConfigError(
+            _("{text!r} is not a valid value for Slurm", text=text), where=_("flag {name}", name=flag), do=do
+        )
 
 
 def _seconds(time: str) -> int | None:

@@ -9,8 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 
-_DO = "write one machine per line, such as: worker-0 slots=8"
+_DO = N_("write one machine per line, such as: worker-0 slots=8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,11 @@ def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, 
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        reason = error.strerror if isinstance(error, OSError) else _("not a text file")
         raise ConfigError(
-            f"cannot read the hostfile {path}: {reason}", where=where, do="check the path and its permissions"
+            _("cannot read the hostfile {path}: {reason}", path=path, reason=reason),
+            where=where,
+            do=_("check the path and its permissions"),
         ) from error
     found: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
@@ -47,12 +50,14 @@ def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, 
         # DeepSpeed also accepts Open MPI's hostfiles, which may contain max_slots.
         match = re.fullmatch(r"([^\s-]\S*)\s+slots\s*=\s*(\d+)(?:\s+max[-_]slots\s*=\s*\d+)?", text)
         if match is None or int(match[2]) == 0:
-            raise ConfigError(f"{text!r} is not a valid hostfile line", where=place, do=_DO)
+            raise ConfigError(_("{text!r} is not a valid hostfile line", text=text), where=place, do=_DO)
         if match[1] in found:
-            raise ConfigError(f"{match[1]} is listed twice", where=place, do="list it once, with all its slots")
+            raise ConfigError(
+                _("{match} is listed twice", match=match[1]), where=place, do=_("list it once, with all its slots")
+            )
         found[match[1]] = int(match[2])
     if not found:
-        raise ConfigError(f"the hostfile {path} lists no machines", where=where, do=_DO)
+        raise ConfigError(_("the hostfile {path} lists no machines", path=path), where=where, do=_DO)
     return tuple(Host(name=name, slots=tuple(range(count))) for name, count in found.items())
 
 
@@ -66,9 +71,9 @@ def included(text: str, *, where: str) -> tuple[Host, ...]:
     for name, slots in _filter(text, where).items():
         if slots is None:
             raise ConfigError(
-                f"{text}: the number of slots of {name} is unknown",
+                _("{text}: the number of slots of {name} is unknown", text=text, name=name),
                 where=where,
-                do=f"list the slots ({name}:0,1), or add --hostfile FILE",
+                do=_("list the slots ({name}:0,1), or add --hostfile FILE", name=name),
             )
         hosts.append(Host(name=name, slots=slots))
     return tuple(hosts)
@@ -107,7 +112,9 @@ def excluding(hosts: tuple[Host, ...], text: str, *, where: str) -> tuple[Host, 
             left.append(Host(name=host.name, slots=slots))
     if not left:
         raise ConfigError(
-            f"{text} excludes all slots on all machines", where=where, do="exclude fewer machines or slots"
+            _("{text} excludes all slots on all machines", text=text),
+            where=where,
+            do=_("exclude fewer machines or slots"),
         )
     return tuple(left)
 
@@ -119,12 +126,16 @@ def _filter(text: str, where: str) -> Mapping[str, tuple[int, ...] | None]:
         match = re.fullmatch(r"([^\s:,@-][^\s:,@]*)(?::(\d+(?:,\d+)*))?", part.strip())
         if match is None:
             raise ConfigError(
-                f"{text!r} is not a list of machines", where=where, do="use the form worker-0@worker-1:0,2"
+                _("{text!r} is not a list of machines", text=text),
+                where=where,
+                do=_("use the form worker-0@worker-1:0,2"),
             )
         slots = None if match[2] is None else tuple(sorted({int(slot) for slot in match[2].split(",")}))
         if match[1] in found:
             raise ConfigError(
-                f"{text} names {match[1]} twice", where=where, do=f"list it once, with all its slots: {match[1]}:0,1"
+                _("{text} names {match} twice", text=text, match=match[1]),
+                where=where,
+                do=_("list it once, with all its slots: {match}:0,1", match=match[1]),
             )
         found[match[1]] = slots
     return found
@@ -136,14 +147,14 @@ def _check(hosts: tuple[Host, ...], chosen: Mapping[str, tuple[int, ...] | None]
         if name not in known:
             near = get_close_matches(name, known, n=1)
             raise ConfigError(
-                f"{text}: {name} is not in the hostfile",
+                _("{text}: {name} is not in the hostfile", text=text, name=name),
                 where=where,
-                do=f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}",
+                do=_("did you mean {near}?", near=near[0]) if near else _("use one of {known}", known=", ".join(known)),
             )
         missing = [slot for slot in slots or () if slot not in known[name]]
         if missing:
             raise ConfigError(
-                f"{text}: {name} has no slot {missing[0]}",
+                _("{text}: {name} has no slot {missing}", text=text, name=name, missing=missing[0]),
                 where=where,
-                do=f"use slots 0 to {max(known[name])}, or increase slots= in the hostfile",
+                do=_("use slots 0 to {known}, or increase slots= in the hostfile", known=max(known[name])),
             )

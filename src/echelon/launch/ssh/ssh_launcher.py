@@ -24,6 +24,7 @@ from typing import Literal
 
 from echelon.base import environ
 from echelon.base.errors import ConfigError, LaunchError
+from echelon.base.messages.translation import gettext as _
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.job_token import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from echelon.launch.local.output import relay
@@ -149,16 +150,22 @@ def _ssh() -> list[str]:
     program = shutil.which("ssh")
     if program is None:
         raise LaunchError(
-            "ssh is not installed on this machine", do="install it, or run echelon launch on every machine yourself"
+            _("ssh is not installed on this machine"),
+            do=_("install it, or run echelon launch on every machine yourself"),
         )
     text = environ.get(SSH_ARGS_VARIABLE) or ""
     try:
         own = shlex.split(text)
     except ValueError as error:
         raise ConfigError(
-            f"{SSH_ARGS_VARIABLE}={text!r} is not a valid command line: {error}",
-            where=f"env {SSH_ARGS_VARIABLE}",
-            do="quote the options as you would in a shell",
+            _(
+                "{ssh_args_variable}={text!r} is not a valid command line: {error}",
+                ssh_args_variable=SSH_ARGS_VARIABLE,
+                text=text,
+                error=error,
+            ),
+            where=_("env {name}", name=SSH_ARGS_VARIABLE),
+            do=_("quote the options as you would in a shell"),
         ) from error
     # ssh uses the first value of an option, so the user's come first. BatchMode disables prompts, ServerAlive detects lost machines.
     return [program, *own, "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
@@ -209,8 +216,12 @@ def _check_connected(one: _Connection, code: int) -> None:
     """Raise an error if ssh itself failed, because the other launchers would wait for this one until they time out."""
     if code == _SSH_FAILED:
         raise LaunchError(
-            f"cannot connect to {one.host}: ssh failed with exit code {code}",
-            where=f"host {one.host}",
-            do=f"read the output of [{one.host}] above; `ssh {one.host} true` must work without a prompt; "
-            f"{SSH_ARGS_VARIABLE}='-p 2222 -i key' passes options to ssh",
+            _("cannot connect to {host}: ssh failed with exit code {code}", host=one.host, code=code),
+            where=_("host {host}", host=one.host),
+            do=_(
+                "read the output of [{host}] above; `ssh {host} true` must work without a prompt; "
+                "{ssh_args_variable}='-p 2222 -i key' passes options to ssh",
+                host=one.host,
+                ssh_args_variable=SSH_ARGS_VARIABLE,
+            ),
         )

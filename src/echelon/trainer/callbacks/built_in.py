@@ -10,6 +10,7 @@ from typing import Any
 
 from echelon.accelerator import Accelerator
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.callbacks.callback_handler import DefaultFlowCallback, TrainerCallback
@@ -71,7 +72,9 @@ class TimeLimitCallback(TrainerCallback):
             self._accelerator.set_trigger()
         if not self._accelerator.check_trigger() or state.global_step >= state.max_steps:
             return
-        logger.warning("max_time has expired, so training stops at step %d of %d", state.global_step, state.max_steps)
+        logger.warning(
+            N_("max_time has expired, so training stops at step %d of %d"), state.global_step, state.max_steps
+        )
         control.should_training_stop = True
         control.should_evaluate |= args.eval_strategy == IntervalStrategy.STEPS
         control.should_save |= args.save_strategy == SaveStrategy.STEPS

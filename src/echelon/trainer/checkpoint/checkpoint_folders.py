@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from echelon.accelerator.checkpoint.folders import checkpoint_format as format_of_environment, problems_in
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.trainer.arguments.enums import SaveStrategy
@@ -63,7 +64,7 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
         problems = problems_in(path)
         if not problems:
             return str(path)
-        logger.warning("%s is damaged or incomplete (%s); trying an older checkpoint", path, problems[0])
+        logger.warning(N_("%s is damaged or incomplete (%s); trying an older checkpoint"), path, problems[0])
     return None
 
 
@@ -86,7 +87,7 @@ def remove_surplus(folder: Path, *, limit: int | None, best: str | None, newest:
     try:
         remove_oldest(folder, prefix=PREFIX, limit=max(limit, len(keep)), keep=keep)
     except OSError as error:
-        warn(f"saved {newest}, but could not delete older checkpoints: {error}")
+        warn(_("saved {newest}, but could not delete older checkpoints: {error}", newest=newest, error=error))
 
 
 # ---- the best model ----------------------------------------------------------------------------------------------------
@@ -143,9 +144,15 @@ def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState) -> None:
     if step is not None and (best is None or Path(best).name != f"{PREFIX}{step}"):
         loaded = state.global_step if best is None else Path(best).name.removeprefix(PREFIX)
         warn(
-            f"the best evaluation ({args.metric_for_best_model} {state.best_metric:.6g}) was at step {step}, "
-            f"which this run has not saved, so load_best_model_at_end leaves the model of step {loaded}. Save at every evaluation: set save_steps to "
-            "eval_steps, or save_strategy='best'"
+            _(
+                "the best evaluation ({metric_for_best_model} {best_metric:.6g}) was at step {step}, which this run "
+                "has not saved, so load_best_model_at_end leaves the model of step {loaded}. Save at every "
+                "evaluation: set save_steps to eval_steps, or save_strategy='best'",
+                metric_for_best_model=args.metric_for_best_model,
+                best_metric=state.best_metric,
+                step=step,
+                loaded=loaded,
+            )
         )
 
 

@@ -31,6 +31,7 @@ from echelon.accelerator.checkpoint.folders import (
 from echelon.accelerator.rng_states import current_random_states
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.checkpoint.commit import place_of
@@ -116,7 +117,7 @@ def find_checkpoint(
         warn(f"no usable checkpoint in {output_dir}: starting from scratch\n{reasons}")
     elif found is None:
         # A warning, because a user with a wrong output_dir must notice.
-        logger.warning("no checkpoint in %s: starting from scratch", output_dir)
+        logger.warning(N_("no checkpoint in %s: starting from scratch"), output_dir)
     elif reasons:
         warn(f"resuming from {found}; newer checkpoints were skipped:\n{reasons}")
     return None if found is None else place_of(found)
@@ -216,7 +217,7 @@ class ResumedTraining:
         saved = {name: getattr(state, name) for name in _INTERVALS}
         best = state.best_model_checkpoint
         if best is not None and not best_folder(args, self._session.output_dir(args), best).is_dir():
-            warn(f"the best checkpoint, {best}, no longer exists")
+            warn(_("the best checkpoint, {best}, no longer exists", best=best))
             state.best_model_checkpoint = None
         state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
         state.is_local_process_zero = trainer.is_local_process_zero()
@@ -232,8 +233,12 @@ class ResumedTraining:
             others.append(f"per_device_train_batch_size={batch_size} (saved: {state.train_batch_size})")
         if others:
             warn(
-                f"the training arguments differ from those saved in {folder}: {', '.join(others)}; training continues with the "
-                "new ones"
+                _(
+                    "the training arguments differ from those saved in {folder}: {others}; training continues with the "
+                    "new ones",
+                    folder=folder,
+                    others=", ".join(others),
+                )
             )
         self._saved_batch_size, state.train_batch_size = state.train_batch_size, batch_size
         return state
@@ -253,7 +258,7 @@ class ResumedTraining:
         epoch = start.epoch if state.epoch is None else state.epoch
         # A warning, because only these are visible by default.
         logger.warning(
-            "resuming from %s: epoch %.4g, step %d of %d", self._folder, epoch, state.global_step, plan.max_steps
+            N_("resuming from %s: epoch %.4g, step %d of %d"), self._folder, epoch, state.global_step, plan.max_steps
         )
         return start
 
@@ -297,8 +302,12 @@ class ResumedTraining:
         num_used = cursor.num_batches * cursor.batch_size // plan.batch_size
         if num_used * plan.batch_size != cursor.num_batches * cursor.batch_size:
             warn(
-                f"the saved run consumed {cursor.num_batches * cursor.batch_size} samples of this epoch per process, "
-                f"which is not a multiple of the batch size {plan.batch_size}, so some samples are repeated"
+                _(
+                    "the saved run consumed {number} samples of this epoch per process, which is not a multiple of the "
+                    "batch size {batch_size}, so some samples are repeated",
+                    number=cursor.num_batches * cursor.batch_size,
+                    batch_size=plan.batch_size,
+                )
             )
         is_exact = accelerator.parity != "off"  # then load_state has restored the loader's position
         return ResumePoint(
@@ -397,8 +406,12 @@ class ResumedTraining:
         random_states = read_random_states(folder, rank=accelerator.process_index)
         if random_states is None:
             warn(
-                f"{folder} has no RNG states for rank {accelerator.process_index}; its random number generators keep "
-                "their current state"
+                _(
+                    "{folder} has no RNG states for rank {process_index}; its random number generators keep their "
+                    "current state",
+                    folder=folder,
+                    process_index=accelerator.process_index,
+                )
             )
         epoch, used = self._infer_position(loader, plan)
         if trainer.args.ignore_data_skip or not used:
@@ -463,7 +476,11 @@ class ResumedTraining:
             if not is_within or trainer.args.ignore_data_skip:
                 if wrong:
                     warn(
-                        f"{folder} was saved with different data; the next epoch uses the current data: {'; '.join(wrong)}"
+                        _(
+                            "{folder} was saved with different data; the next epoch uses the current data: {wrong}",
+                            folder=folder,
+                            wrong="; ".join(wrong),
+                        )
                     )
                 return (round(saved_epoch), 0) if not is_within else (int(saved_epoch), 0)
             epoch, part = int(saved_epoch), saved_epoch - int(saved_epoch)
@@ -476,7 +493,14 @@ class ResumedTraining:
         if wrong and is_within and not self._allows_changed_data:
             raise changed_data_error(folder, wrong, [resumes])
         if wrong and saved_epoch is not None:
-            warn(f"{folder} was saved in the middle of an epoch over different data ({'; '.join(wrong)}); {resumes}")
+            warn(
+                _(
+                    "{folder} was saved in the middle of an epoch over different data ({wrong}); {resumes}",
+                    folder=folder,
+                    wrong="; ".join(wrong),
+                    resumes=resumes,
+                )
+            )
         elif wrong:
             warn(
                 f"{folder} was saved with different data ({'; '.join(wrong)}); training resumes after {used} batches of "

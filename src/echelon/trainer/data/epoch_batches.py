@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.protocols import KnowsItsEnd
 from echelon.base.warnings import warn
 from echelon.trainer.training_plan import TrainingPlan
@@ -81,9 +82,13 @@ class EpochBatches(Iterator[Any]):
         num_with = round(float(accelerator.reduce(flag, "sum")))
         if 0 < num_with < num_ranks:
             warn(
-                f"the epoch ends early: only {num_with} of {num_ranks} ranks have more batches, which are skipped. "
-                "Return accelerator.prepare(loader) from get_train_dataloader: a prepared loader yields the same "
-                "number of batches on every rank"
+                _(
+                    "the epoch ends early: only {num_with} of {num_ranks} ranks have more batches, which are skipped. "
+                    "Return accelerator.prepare(loader) from get_train_dataloader: a prepared loader yields the same "
+                    "number of batches on every rank",
+                    num_with=num_with,
+                    num_ranks=num_ranks,
+                )
             )
         if num_with < num_ranks:
             self._ahead, self._is_over = [], True

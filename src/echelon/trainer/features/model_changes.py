@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import require
 from echelon.base.warnings import warn
 from echelon.trainer.data.columns import find_labels, forward_of
@@ -135,8 +136,12 @@ def set_up_model(trainer: TrainerMethods) -> None:
         config.use_cache = args.use_cache
     if trainer.label_smoother is not None and getattr(config, "problem_type", None) == "multi_label_classification":
         warn(
-            f"label_smoothing_factor={args.label_smoothing_factor} is ignored: label smoothing needs one label per "
-            f"sample, but {type(model).__name__} is set up for multi_label_classification"
+            _(
+                "label_smoothing_factor={label_smoothing_factor} is ignored: label smoothing needs one label per "
+                "sample, but {name} is set up for multi_label_classification",
+                label_smoothing_factor=args.label_smoothing_factor,
+                name=type(model).__name__,
+            )
         )
         trainer.label_smoother = None
 

@@ -8,7 +8,6 @@ from importlib import resources
 from types import MappingProxyType
 
 from echelon._version import __version__
-from echelon.base.messages.translation import language, translate
 from echelon.base.printable import printable
 from echelon.distributed.checks.finding import STAGES, Finding
 from echelon.verify.command.run_layouts import RunFailure
@@ -43,7 +42,7 @@ def render_verification(found: Verification) -> str:
     outcome = {0: "same", 1: "different"}.get(found.exit_code, "unknown")
     return (
         "<!doctype html>\n"
-        f'<html lang="{"zh-CN" if language() else "en"}"><head><meta charset="utf-8">'
+        '<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{_text(title)}</title><style>{style}</style></head>\n<body><main>\n"
@@ -94,7 +93,7 @@ def _layout(one: LayoutResult) -> Iterator[str]:
         yield f"<h3>{_text(REMARK)}</h3>{_finding(remark)}"
     if one.verdict.cells:
         yield _table(one.verdict)
-    missing = [f"{cover.stage}: {translate(text)}" for cover in one.verdict.coverage for text in cover.missing]
+    missing = [f"{cover.stage}: {text}" for cover in one.verdict.coverage for text in cover.missing]
     notes = "".join(f"<li>{_text(text)}</li>" for text in [*missing, *one.verdict.notes])
     if notes:
         yield f"<h3>{_text('Not compared')}</h3><ul>{notes}</ul>"
@@ -124,7 +123,7 @@ def _cell(cell: Cell | None, *, is_first: bool) -> str:
     if cell.largest and cell.state != "equal bits":
         parts.append(f"{cell.largest:.2g} times the bound for rounding errors")
     parts.append(f"{cell.num_compared} values or tensors compared")
-    title = "; ".join(map(translate, parts))
+    title = "; ".join(parts)
     first = f' first" aria-label="{_text("first difference")}' if is_first else ""
     return f'<td class="{name}{first}" title="{escape(title)}">{mark}</td>'
 
@@ -180,5 +179,5 @@ def _class_of(one: LayoutResult) -> str:
 
 
 def _text(text: str) -> str:
-    """Return ``text`` in the user's language, safe in HTML."""
-    return escape("\n".join(translate(printable(line)) for line in text.split("\n")))
+    """Return ``text``, safe in HTML."""
+    return escape(printable(text))

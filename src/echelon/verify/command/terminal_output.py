@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from echelon.base.messages.terminal import num_columns, pad, wrap
-from echelon.base.messages.translation import language, translate
 from echelon.base.printable import printable
 from echelon.distributed.checks.finding import Finding, Stage
 from echelon.verify.command.layouts import Layout
@@ -105,25 +104,26 @@ def shown_line(line: str) -> str:
     source = source if len(source) <= _MAX_SOURCE else f"{source[:_MAX_SOURCE]} ..."
     place = f"{name if near.startswith('..') else near}:{number}"
     shown = printable(f"{place}: {source}" if source else place)
-    return f"{shown} {translate(_NO_USER_CODE)}" if _TRAIN.search(source) else shown
+    return f"{shown} {_NO_USER_CODE}" if _TRAIN.search(source) else shown
 
 
 def _lines(found: Verification, palette: Palette, width: int) -> Iterator[str]:
     outcome = {0: "same", 1: "different"}.get(found.exit_code, "failed")
     colour = palette.unknown if found.repeated is not None else palette.of(outcome)
-    yield f"{colour}{translate(printable(headline(found)))}{palette.reset}"
+    yield f"{colour}{printable(headline(found))}{palette.reset}"
     if found.reference_failure is not None and found.reference_failure.failure is not None:
         yield ""
         yield from _failure(found.reference_failure.failure, found.reference_failure.request.name, palette, width)
         return
     yield ""
-    names = max(num_columns(translate(one.layout.name)) for one in found.layouts)
+    names = max(num_columns(one.layout.name) for one in found.layouts)
     for one in found.layouts:
         mark = palette.of(one.outcome)
         updates = (
             "the engine is not used" if one.is_copy else f"{_count(one.num_updates, 'update')}, {one.seconds:.1f} s"
         )
-        yield f"  {pad(translate(one.layout.name), names)}  {mark}{pad(translate(summary_of(one)), 40)}{palette.reset}  {palette.dim}{translate(updates)}{palette.reset}"
+        summary = f"{mark}{pad(summary_of(one), 40)}{palette.reset}"
+        yield f"  {pad(one.layout.name, names)}  {summary}  {palette.dim}{updates}{palette.reset}"
     if found.repeated is not None:
         yield from _repetition(found.repeated, palette, width)
         return
@@ -159,7 +159,7 @@ def _explanation(one: LayoutResult) -> object:
 def _group(group: Sequence[LayoutResult], palette: Palette, width: int) -> Iterator[str]:
     first = group[0]
     others = f"(the same on {_join_names([one.layout for one in group[1:]])})" if len(group) > 1 else ""
-    others = f" {translate(others)}" if others else ""
+    others = f" {others}" if others else ""
     if first.failure is not None:
         yield from _failure(first.failure, f"{first.layout.name}{others}", palette, width)
         if first.verdict is None or first.verdict.finding is None:
@@ -169,11 +169,11 @@ def _group(group: Sequence[LayoutResult], palette: Palette, width: int) -> Itera
     if first.verdict.finding is None:
         yield from _paragraph("", f"{first.layout.name}{others}: {first.verdict.reason}", palette, width)
         return
-    yield f"{palette.bold}{translate(f'First difference on {first.layout.name}')}{palette.reset}{others}"
+    yield f"{palette.bold}First difference on {first.layout.name}{palette.reset}{others}"
     yield from _finding(first.verdict.finding, palette, width)
     for also in first.verdict.also[:_MAX_ALSO]:
         yield ""
-        yield f"{palette.bold}{translate('Another difference, which does not follow from the first')}{palette.reset}"
+        yield f"{palette.bold}Another difference, which does not follow from the first{palette.reset}"
         yield from _finding(also, palette, width)
     if (more := len(first.verdict.also) - _MAX_ALSO) > 0:
         yield from _paragraph("", f"and {_count(more, 'other difference')}; --html FILE shows them", palette, width)
@@ -185,7 +185,7 @@ def _remarks(found: Verification, palette: Palette, width: int) -> Iterator[str]
     remarks = {(one.cause, one.do): one for verdict in reversed(verdicts) for one in verdict.remarks}
     for one in remarks.values():
         yield ""
-        yield f"{palette.bold}{translate(REMARK)}{palette.reset}"
+        yield f"{palette.bold}{REMARK}{palette.reset}"
         yield from _finding(one, palette, width)
 
 
@@ -206,11 +206,9 @@ def _finding(one: Finding, palette: Palette, width: int) -> Iterator[str]:
 
 
 def cause_of(one: Finding) -> str:
-    """Return the cause and its reasons, in the user's language if both have a translation."""
+    """Return the cause and its reasons."""
     parts = [part for part in (one.cause, one.why) if part] or ["none of the known causes explains these values"]
-    translated = list(map(translate, parts))
-    is_whole = all(part != known for part, known in zip(parts, translated))
-    return "\uff1a".join(translated) if is_whole else ": ".join(parts)
+    return ": ".join(parts)
 
 
 def _failure(failure: RunFailure, name: str, palette: Palette, width: int) -> Iterator[str]:
@@ -224,7 +222,7 @@ def _failure(failure: RunFailure, name: str, palette: Palette, width: int) -> It
 
 def _repetition(first: Finding, palette: Palette, width: int) -> Iterator[str]:
     yield ""
-    yield f"{palette.bold}{translate('First difference between two runs on one process')}{palette.reset}"
+    yield f"{palette.bold}First difference between two runs on one process{palette.reset}"
     yield from _paragraph("what:", first.what, palette, width)
     yield from _paragraph("where:", _where(first), palette, width)
     if first.line:
@@ -255,19 +253,12 @@ def _limits(found: Verification) -> Iterator[str]:
     for (stage, reason), subjects in groups.items():
         names = list(dict.fromkeys(filter(None, subjects)))
         more = f" and {_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
-        if language():
-            whole = translate(": ".join([*names[:1], reason]))
-            yield f"{translate('Not compared:')}{stage}\uff1a{whole}" + (f" (+{len(names) - 1})" if more else "")
-            continue
         yield f"Not compared: {stage}: {f'{names[0]}{more}: ' if names else ''}{reason}"
     yield from dict.fromkeys(note for verdict in verdicts for note in verdict.notes)
     if absent:
         reasons = {cover.stage: cover.missing for cover in covers if cover.missing}
-        parts = [(stage, translate(next(iter(reasons.get(stage, [])), ""))) for stage in absent]
-        if language():
-            yield translate("Not compared:") + "\uff1b".join(f"{stage}\uff08{reason}\uff09" for stage, reason in parts)
-        else:
-            yield f"Not compared: {'; '.join(f'{stage} ({reason})' for stage, reason in parts)}."
+        parts = [(stage, next(iter(reasons.get(stage, [])), "")) for stage in absent]
+        yield f"Not compared: {'; '.join(f'{stage} ({reason})' for stage, reason in parts)}."
 
 
 def place_of(one: Finding) -> str:
@@ -277,10 +268,7 @@ def place_of(one: Finding) -> str:
 
 def _where(one: Finding) -> str:
     place, ranks = place_of(one), _ranks(one.ranks) if one.ranks else ""
-    if language():
-        names = ", ".join(map(str, one.ranks[:_MAX_RANKS])) + (", ..." if len(one.ranks) > _MAX_RANKS else "")
-        ranks = f"rank {names}" if ranks else ""
-    return ("\uff0c" if language() else ", ").join(filter(None, (translate(place), ranks)))
+    return ", ".join(filter(None, (place, ranks)))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -290,7 +278,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def size_of(one: Finding) -> str:
-    """Return the size of the difference, of what it is, and what it was compared with; in the user's language."""
+    """Return the size of the difference, of what it is, and what it was compared with."""
     parts = []
     if one.difference is not None:
         of = f" of {one.measured}" if one.measured else ""
@@ -299,7 +287,7 @@ def size_of(one: Finding) -> str:
         parts.append("the bits must be equal" if one.allowed == 0 else f"bound for rounding errors: {one.allowed:.2g}")
     if one.ratio is not None:
         parts.append(f"{one.ratio:.4g} times the value of the reference run")
-    return ("\uff1b" if language() else "; ").join(map(translate, parts))
+    return "; ".join(parts)
 
 
 def _closeness(verdict: Verdict) -> str:
@@ -311,23 +299,15 @@ def _closeness(verdict: Verdict) -> str:
 
 
 def _paragraph(label: str, text: str, palette: Palette, width: int) -> Iterator[str]:
-    """Yield a label and a text in the user's language; a text without a translation keeps its English label."""
-    text, printed = printable(text), translate(printable(text))
-    if label and (printed != text or not text.isascii() or label in _OF_NAMES):
-        label = translate(label)
     indent = " " * (2 + _LABEL_WIDTH) if label else "  "
-    lines = _wrap(printed, width - len(indent)) or [""]
+    lines = _wrap(printable(text), width - len(indent)) or [""]
     head = f"  {palette.bold}{label}{palette.reset}{pad(label, _LABEL_WIDTH)[len(label) :]}" if label else "  "
     yield head + lines[0]
     yield from (indent + line for line in lines[1:])
 
 
-_OF_NAMES = frozenset({"tensor:", "tensors:", "line:"})
-"""Labels of values that are names or code in every language."""
-
-
 def _wrapped(text: str, palette: Palette, width: int) -> Iterator[str]:
-    for line in _wrap(translate(printable(text)), width):
+    for line in _wrap(printable(text), width):
         yield f"{palette.dim}{line}{palette.reset}"
 
 
