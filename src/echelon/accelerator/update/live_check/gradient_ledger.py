@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -168,7 +168,7 @@ class GradientLedger:
             rows.append(i)
             errors.append((roundoff(*dtypes), smallest(*dtypes)))
             if not adds_zeros and local.leaf.requires_grad:
-                hooks.append(GradientHook(local.leaf, self._hook(i)))
+                hooks.append(GradientHook(local.leaf, partial(self._hold, i)))
         if rows:
             self.roundoffs[rows], self.spacings[rows] = torch.tensor(errors, dtype=torch.float64).T
         try:
@@ -178,17 +178,14 @@ class GradientLedger:
                 hook.remove()
         self._add_held()
 
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        @uncompiled
-        def hold(gradient: torch.Tensor) -> None:
-            if gradient.layout is not torch.strided or is_dtensor(gradient):
-                self.is_unknown[number] = True
-            elif gradient.numel() <= _SMALL:
-                self._held.append((number, gradient.clone()))  # DDP may reduce it in place
-            else:
-                self._sketched.append((number, self._sketch([number], [gradient])))
-
-        return hold
+    @uncompiled
+    def _hold(self, number: int, gradient: torch.Tensor) -> None:
+        if gradient.layout is not torch.strided or is_dtensor(gradient):
+            self.is_unknown[number] = True
+        elif gradient.numel() <= _SMALL:
+            self._held.append((number, gradient.clone()))  # DDP may reduce it in place
+        else:
+            self._sketched.append((number, self._sketch([number], [gradient])))
 
     def _add_held(self) -> None:
         held, self._held = self._held, []
