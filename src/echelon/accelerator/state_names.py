@@ -12,10 +12,15 @@ from torch import nn
 
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.translation import gettext as _
+from echelon.base.warnings import warn
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
 from echelon.engines.state_dicts import plain_parameters
+
+KERNEL_OPTIONS = ("foreach", "fused")
+"""Options of optimizers that choose how a step is computed: this run's are used, not the checkpoint's."""
 
 _PIECE = re.compile(r"(model|optimizer|scheduler|loader|custom|scaler)(\[\d+\](\..+)?)?")
 
@@ -120,7 +125,54 @@ class NamedOptimizer:
             [group for group, names in zip(self.groups, ours) if not names],
             [group for group, names in zip(saved, theirs) if not names],
         )
-        return [next(settings) if names else next(frozen_groups) for names in ours]
+        found = [next(settings) if names else next(frozen_groups) for names in ours]
+        for number, (own, kept) in enumerate(zip(self.groups, found)):
+            self._compare_options(own, kept, number, index, checkpoint)
+        return found
+
+    def _compare_options(
+        self, own: Mapping[str, Any], saved: Mapping[str, Any], number: int, index: int, checkpoint: Checkpoint
+    ) -> None:
+        """Raise an error if a group is that of another class of optimizer; warn of options that the checkpoint changes."""
+        missing, others = (
+            sorted(own.keys() - saved.keys() - {"initial_lr"}),
+            sorted(saved.keys() - own.keys() - {"initial_lr"}),
+        )
+        kind = type(getattr(self.inner, "optim", self.inner)).__name__
+        if len(missing) > 1 and len(others) > 1:  # a newer torch, or the user, may have added one
+            raise CheckpointError(
+                _(
+                    "optimizer {index} of {folder} is of another class: it has the options {others}, but the {kind} of this "
+                    "run has {missing}",
+                    index=index,
+                    folder=checkpoint.folder,
+                    others=", ".join(others),
+                    kind=kind,
+                    missing=", ".join(missing),
+                ),
+                do=_(
+                    "create the optimizer of the saved run; to train on with another one, load only the weights (echelon "
+                    "checkpoint merge writes them to a file), and save into another folder"
+                ),
+            )
+        # Schedules change these in each step; torch's keep the learning rate of the script in initial_lr.
+        scheduled = {"lr"} if "initial_lr" in saved else set()
+        scheduled |= {"momentum", "betas"} if "max_momentum" in saved else set()
+        for name in sorted(own.keys() & saved.keys() - {"params", *scheduled, *KERNEL_OPTIONS}):
+            # JSON has lists for tuples.
+            value, used = (list(one) if isinstance(one, tuple) else one for one in (own[name], saved[name]))
+            if isinstance(value, (bool, int, float, str, list)) and value != used:
+                warn(
+                    _(
+                        "the checkpoint's {name}={used} is used in param group {number} of the {kind}, not this run's "
+                        "{name}={value}. To change it, set optimizer.param_groups[{number}][{name!r}] after loading",
+                        name=name,
+                        used=used,
+                        number=number,
+                        kind=kind,
+                        value=value,
+                    )
+                )
 
 
 def _matching_frozen(ours: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from torch import nn
 
 from echelon import Accelerator
+from echelon.base.errors import CheckpointError
+from echelon.base.warnings import EchelonWarning
 from echelon.checkpoint.formats.accelerate import export_accelerate, import_accelerate
 from echelon.checkpoint.formats.conversion import write_imported
 from echelon.checkpoint.read import Checkpoint
@@ -81,6 +85,14 @@ def _rates(optimizer: Any) -> list[float]:
     return [group["lr"] for group in optimizer.param_groups]
 
 
+@contextmanager
+def _ignored(*messages: str) -> Iterator[None]:
+    with warnings.catch_warnings():
+        for message in messages:
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
 def _resumed(folder: str, kind: str, engine: str, format_: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Train with one optimizer, save, go on with another one that begins with other rates."""
 
@@ -95,7 +107,8 @@ def _resumed(folder: str, kind: str, engine: str, format_: str) -> tuple[dict[st
         accelerator.save_state(folder)
         accelerator.free_memory()
         accelerator, objects = prepared(0.5)
-        accelerator.load_state(folder)
+        with _ignored("the checkpoint's initial_lr=.* is used"):
+            accelerator.load_state(folder)
         _train(accelerator, objects, range(SAVED, NUM_STEPS))
     return accelerator.get_state_dict(objects[0]) or {}, _rates(objects[1])
 
@@ -148,11 +161,45 @@ def _saved(folder: str, engine: str) -> None:
 def _loaded(folder: str, engine: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     accelerator = Accelerator(cpu=True, engine=engine, step_scheduler_with_optimizer=False)
     objects = accelerator.prepare(*_objects("growing", 0.5))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*contains RNG states for .* process")
+    with _ignored(".*contains RNG states for .* process", "the checkpoint's initial_lr"):
         accelerator.load_state(folder)
     _train(accelerator, objects, range(SAVED, NUM_STEPS))
     return accelerator.get_state_dict(objects[0]) or {}, _rates(objects[1])
+
+
+def _saved_with(folder: str, made: Callable[[Any], torch.optim.Optimizer], *, loads: bool) -> list[dict[str, Any]]:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, made(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    if loads:
+        accelerator.load_state(folder)
+    else:
+        accelerator.save_state(folder)
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return groups
+
+
+def test_a_checkpoint_of_another_class_of_optimizer_is_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path / "s")
+    _saved_with(folder, torch.optim.AdamW, loads=False)
+    with pytest.raises(
+        CheckpointError, match=r"the options amsgrad, betas, .*, but the SGD of this run has dampening, momentum"
+    ):
+        _saved_with(folder, torch.optim.SGD, loads=True)
+
+
+def test_options_that_the_checkpoint_changes_are_named(tmp_path: Path) -> None:
+    folder = str(tmp_path / "s")
+    _saved_with(folder, partial(torch.optim.SGD, lr=0.1), loads=False)
+    with pytest.warns(EchelonWarning) as heard:
+        (group,) = _saved_with(folder, partial(torch.optim.SGD, lr=0.1, momentum=0.9), loads=True)
+    assert group["momentum"] == 0
+    (warning,) = heard
+    assert "the checkpoint's momentum=0 is used in param group 0 of the SGD, not this run's momentum=0.9" in str(
+        warning.message
+    )
 
 
 # ---- the Trainer ---------------------------------------------------------------------------------------------------------
@@ -187,7 +234,8 @@ def _trainer(folder: str, format_: str, lr: float, *, end: int, resume: bool) ->
     trainer = Trainer(
         model, args, train_dataset=net_data(60), optimizers=(optimizer, schedule), callbacks=[_Unfreezes(model, end)]
     )
-    trainer.train(resume_from_checkpoint=resume or None)
+    with _ignored("the checkpoint's initial_lr"):
+        trainer.train(resume_from_checkpoint=resume or None)
     return [p.detach().clone() for p in model.parameters()], _rates(optimizer)
 
 

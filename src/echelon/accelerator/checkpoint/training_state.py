@@ -14,6 +14,7 @@ from echelon.accelerator.models.weight_check import require_model_of_checkpoint
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.session import Session
 from echelon.accelerator.state_names import (
+    KERNEL_OPTIONS,
     Allowed,
     NamedOptimizer,
     frozen_names,
@@ -36,7 +37,6 @@ from echelon.engines.fsdp.pipeline_state import group_names
 from echelon.engines.shards import address_of, local_as
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
-_KERNELS = ("foreach", "fused")
 _AT_ONCE_BYTES = 1 << 30
 """Maximum size of the weights that loading keeps in host memory at once, in addition to one module."""
 
@@ -401,7 +401,7 @@ def _numbered(optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
         # The kernels of a step are chosen by this run and may depend on the layout.
         {
             **saved,
-            **{key: here[key] for key in _KERNELS if key in here},
+            **{key: here[key] for key in KERNEL_OPTIONS if key in here},
             "params": [next(counted) for _ in here["params"]],
         }
         for saved, here in zip(groups, optimizer.groups)
