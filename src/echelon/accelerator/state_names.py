@@ -155,9 +155,8 @@ class NamedOptimizer:
                     "checkpoint merge writes them to a file), and save into another folder"
                 ),
             )
-        # Schedules change these in each step; torch's keep the learning rate of the script in initial_lr.
-        scheduled = {"lr"} if "initial_lr" in saved else set()
-        scheduled |= {"momentum", "betas"} if "max_momentum" in saved else set()
+        # Schedules change these in each step; most of torch's keep the learning rate of the script in initial_lr.
+        scheduled = {"lr", *(("momentum", "betas") if "max_momentum" in saved else ())}
         for name in sorted(own.keys() & saved.keys() - {"params", *scheduled, *KERNEL_OPTIONS}):
             # JSON has lists for tuples.
             value, used = (list(one) if isinstance(one, tuple) else one for one in (own[name], saved[name]))

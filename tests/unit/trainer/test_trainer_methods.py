@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,10 @@ def test_an_override_may_keep_the_optimizer_from_loading(tmp_path: Path) -> None
                     steps.append(len(kwargs["optimizer"].state))  # noqa: B023
 
             trainer = kind(Line(3.0), args, train_dataset=DATA, callbacks=[Looks()])
-            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+            # Told before an override's optimizer is put back, too.
+            told = pytest.warns(EchelonWarning, match="the checkpoint's initial_lr=0.1")
+            with told if layout == "echelon" else nullcontext():
+                trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
             assert steps[:2] == [rate, 0 if kind is Fresh else 2]
             assert trainer.state.global_step == 4
 
