@@ -175,7 +175,7 @@ class Epochs(PassTracker[PreparedLoader]):
             return ""
         latest = max(found, key=lambda record: int(record["epoch"]))
         if latest["is_exact"]:
-            return _(", after {samples}{of} samples", samples=self._progress.position, of="")
+            return _(", after {samples} samples", samples=self._progress.position)
         return _(", after {batches} batches of each process", batches=latest["num_given"])
 
     def resume_passes(self) -> tuple[int, bool]:

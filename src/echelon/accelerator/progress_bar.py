@@ -24,8 +24,8 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """
     if args and isinstance(args[0], bool):
         raise UsageError(
-            _("tqdm({args}, ...): the first argument must be an iterable", args=args[0]),
-            do=_("pass main_process_only={args}", args=args[0]),
+            _("tqdm({first}, ...): the first argument must be an iterable", first=args[0]),
+            do=_("pass main_process_only={first}", first=args[0]),
         )
     hidden = kwargs.pop("disable", False)
     if main_process_only and not hidden:

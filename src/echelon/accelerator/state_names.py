@@ -134,10 +134,8 @@ class NamedOptimizer:
         self, own: Mapping[str, Any], saved: Mapping[str, Any], number: int, index: int, checkpoint: Checkpoint
     ) -> None:
         """Raise an error if a group is that of another class of optimizer; warn of options that the checkpoint changes."""
-        missing, others = (
-            sorted(own.keys() - saved.keys() - {"initial_lr"}),
-            sorted(saved.keys() - own.keys() - {"initial_lr"}),
-        )
+        missing = sorted(own.keys() - saved.keys() - {"initial_lr"})
+        others = sorted(saved.keys() - own.keys() - {"initial_lr"})
         kind = type(getattr(self.inner, "optim", self.inner)).__name__
         if len(missing) > 1 and len(others) > 1:  # a newer torch, or the user, may have added one
             raise CheckpointError(
@@ -163,8 +161,9 @@ class NamedOptimizer:
             if isinstance(value, (bool, int, float, str, list)) and value != used:
                 warn(
                     _(
-                        "the checkpoint's {name}={used} is used in param group {number} of the {kind}, not this run's "
-                        "{name}={value}. To change it, set optimizer.param_groups[{number}][{name!r}] after loading",
+                        "loading the checkpoint sets {name}={used} in parameter group {number} of the {kind}, in place "
+                        "of this run's {name}={value}. To change it, set optimizer.param_groups[{number}][{name!r}] "
+                        "after loading",
                         name=name,
                         used=used,
                         number=number,

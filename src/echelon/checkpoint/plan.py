@@ -80,7 +80,7 @@ class Planner:
         announced: Sequence[Sequence[str]],
         *,
         rank: int,
-        crews: Sequence[Sequence[int]],
+        writers: Sequence[Sequence[int]],
         run: Callable[[Callable[[], Any]], list[Any]],
         gather: Gather,
     ) -> list[tuple[str, torch.Tensor]]:
@@ -88,7 +88,7 @@ class Planner:
 
         Args:
             announced: what ``describe`` returned on each rank.
-            crews: for each rank, the ranks that write to the same folder.
+            writers: for each rank, the ranks that write to the same folder.
             run: calls a function on every rank and returns the results of all ranks.
 
         Collective: call on every rank.
@@ -99,8 +99,8 @@ class Planner:
         """
         values, description = self._values, self._description
         self._values, self._description = (), b""  # only the plan is kept
-        digests, first_of_crew = [digest for digest, _ in announced], [crew[0] for crew in crews]
-        key = xxhash.xxh3_128_hexdigest(json.dumps([digests, first_of_crew]).encode())
+        digests, first_writers = [digest for digest, _ in announced], [ranks[0] for ranks in writers]
+        key = xxhash.xxh3_128_hexdigest(json.dumps([digests, first_writers]).encode())
         if all(kept == key for _, kept in announced):
             return [values[i] for i in self._own]
         self._key = ""  # until all ranks have the new plan
@@ -112,10 +112,10 @@ class Planner:
             return json.loads(zlib.decompress(sent[senders[digest]]))
 
         def assign() -> Any:
-            if rank != first_of_crew[rank]:
+            if rank != first_writers[rank]:
                 return None
             try:
-                return self._assign({other: digests[other] for other in crews[rank]}, described)
+                return self._assign({other: digests[other] for other in writers[rank]}, described)
             except (CheckpointError, DesyncError) as error:
                 return {"error": [isinstance(error, DesyncError), error.what, error.do]}
 
@@ -124,7 +124,7 @@ class Planner:
             if isinstance(plan, dict):
                 is_desync, what, do = plan["error"]
                 raise (DesyncError if is_desync else CheckpointError)(what, do=do)
-        writes = int(plans[first_of_crew[rank]][crews[rank].index(rank)], 16)
+        writes = int(plans[first_writers[rank]][writers[rank].index(rank)], 16)
         self._own = [i for i in range(len(values)) if writes >> i & 1]
         self._key = key
         return [values[i] for i in self._own]

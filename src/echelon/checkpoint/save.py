@@ -95,7 +95,7 @@ class PendingCheckpoint:
     not communicate."""
     files: PendingFolder = field(init=False)
     """The files that are written, until they are committed."""
-    crew: Sequence[int] = field(init=False)
+    writers: Sequence[int] = field(init=False)
     """Ranks that write to this folder. The first of them commits it."""
     created: str = field(init=False)
     content: Content | None = field(init=False, default=None)
@@ -127,10 +127,10 @@ class PendingCheckpoint:
         ids = [new_token(), created] if world.rank == 0 else None
         announced = gather_json([ids, world.node_rank, socket.gethostname()], gather)
         nodes = [node if self.on_each_node else 0 for _, node, _ in announced]
-        crews: dict[int, list[int]] = {}
+        by_node: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
-            crews.setdefault(node, []).append(rank)
-        self.crew = crews[nodes[world.rank]]
+            by_node.setdefault(node, []).append(rank)
+        self.writers = by_node[nodes[world.rank]]
         token, self.created = announced[0][0]
         self.files = files = PendingFolder(target=self.target, token=token, fence=self.fence)
         with files.discarded_on_error():
@@ -140,7 +140,7 @@ class PendingCheckpoint:
                 self._make_on_other_machines()
             else:
                 seen = gather(b"1" if files.is_owner or files.is_visible() else b"0")
-                if blind := [rank for rank in self.crew if seen[rank] != b"1"]:
+                if blind := [rank for rank in self.writers if seen[rank] != b"1"]:
                     raise self._not_shared(blind, [host for _, _, host in announced])
             written: list[Any] = [None] * len(announced)
             if (write := self.write) is not None:
@@ -149,7 +149,7 @@ class PendingCheckpoint:
                 written = run_on_all_ranks(what, lambda: write(files.path, files.is_owner), gather, target=at)
             if self.collect is None:
                 return self
-            content, objects, planner = self.collect(written[self.crew[0]]), self.objects, self.planner
+            content, objects, planner = self.collect(written[self.writers[0]]), self.objects, self.planner
 
             def describe() -> list[str]:
                 tensors = _encode_objects(content, objects, rank=world.rank, is_first=is_first)
@@ -157,8 +157,8 @@ class PendingCheckpoint:
 
             run = partial(run_on_all_ranks, f"saving {self.target}", gather=gather)
             announced = run(describe)
-            writers = [crews[node] for node in nodes]
-            self.tensors = planner.update(announced, rank=world.rank, crews=writers, run=run, gather=gather)
+            writers = [by_node[node] for node in nodes]
+            self.tensors = planner.update(announced, rank=world.rank, writers=writers, run=run, gather=gather)
             self.layouts, self.aliases = planner.layouts, planner.aliases
         # Other ranks' tensors are not kept until the save is finished, nor what the functions hold.
         self.content = replace(content, tensors={}, objects={}, rank_objects={})
@@ -188,7 +188,7 @@ class PendingCheckpoint:
         """Return the error for ranks that cannot see the folder that the first of them created."""
         listing = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in blind)
         return CheckpointError(
-            f"{self.target.parent} is not shared by all ranks: rank {self.crew[0]} on {hosts[self.crew[0]]} "
+            f"{self.target.parent} is not shared by all ranks: rank {self.writers[0]} on {hosts[self.writers[0]]} "
             f"created {self.files.path.name} in it, but these ranks cannot see it: {listing}",
             do="use a folder shared by all machines, or pass ProjectConfiguration(save_on_each_node=True) if each "
             "machine has the whole state",
@@ -245,7 +245,7 @@ class PendingCheckpoint:
                 progress=self.content.progress,
                 config=self.content.config,
                 layout=self.content.layout,
-                files={name: FileFacts(*facts) for rank in self.crew for name, facts in written[rank].items()},
+                files={name: FileFacts(*facts) for rank in self.writers for name, facts in written[rank].items()},
                 tensors=self.layouts,
                 aliases=self.aliases,
             )

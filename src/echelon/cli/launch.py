@@ -418,7 +418,7 @@ def _num_processes(
         )
     if num_accelerators == 0 and not resolved.value.cpu and _OF_ACCELERATORS.search(typed.get("num_processes", "")):
         raise no_accelerator(
-            _("{typed} requests accelerators", typed=typed["num_processes"]),
+            _("{flag} requests accelerators", flag=typed["num_processes"]),
             _("flag {name}", name=typed["num_processes"]),
         )
     named = 0 if slots is None else len(slots.of(num_accelerators, on_cpu=resolved.value.cpu))
@@ -566,7 +566,7 @@ def _terminal_restored() -> Iterator[None]:
 def _report_interrupted(stop: Interrupted) -> int:
     error = LaunchError(
         _("stopped by {name}: all processes have ended", name=signal.Signals(stop.number).name),
-        where=_("the launcher (process {getpid})", getpid=os.getpid()),
+        where=_("the launcher (process {pid})", pid=os.getpid()),
         do=_("rerun the same command"),
     )
     say(error, kind="error")

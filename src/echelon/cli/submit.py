@@ -151,7 +151,7 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
     text = batch_script(job)
     if "%" in (flags["output"] or ""):
         raise ConfigError(
-            _("{flags}: --output names the file for the batch script and cannot contain %", flags=flags["output"]),
+            _("{output}: --output names the file for the batch script and cannot contain %", output=flags["output"]),
             where="flag --output",
             do=_("set the job's output folder with --log_dir DIR"),
         )

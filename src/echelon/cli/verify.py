@@ -189,8 +189,8 @@ def _check(script: str, flags: dict[str, Any]) -> None:
     if after is not None and after >= flags["steps"]:
         raise UsageError(
             _(
-                "the run ends after {flags} steps, before it could be resumed after step {after}",
-                flags=flags["steps"],
+                "the run ends after {steps} steps, before it could be resumed after step {after}",
+                steps=flags["steps"],
                 after=after,
             ),
             where="flag --resume_after",

@@ -123,9 +123,9 @@ def check_os_kernel() -> None:
     if info.system == "Linux" and match and not at_least(match[0], "5.5.0"):
         warn(
             _(
-                "the Linux kernel is {match}, but collectives may hang on kernels before 5.5.0; if they do, upgrade "
+                "the Linux kernel is {found}, but collectives may hang on kernels before 5.5.0; if they do, upgrade "
                 "the kernel",
-                match=match[0],
+                found=match[0],
             )
         )
 

@@ -287,8 +287,8 @@ def _requires(
         if not is_installed():
             raise MissingExtraError(
                 _(
-                    "{func} requires the package {package!r}, which is not installed",
-                    func=func.__name__,
+                    "{name} requires the package {package!r}, which is not installed",
+                    name=func.__name__,
                     package=package,
                 ),
                 do=install_command(extra),

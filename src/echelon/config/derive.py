@@ -188,17 +188,17 @@ def _check_engine(resolved: Resolved[RunConfig]) -> None:
         detail = "zero_stage"
     raise ConfigError(
         _(
-            "{detail}={value!r} (from {origins}) and engine={engine!r} (from {other}) contradict each other",
+            "{detail}={value!r} (from {origin}) and engine={engine!r} (from {other}) contradict each other",
             detail=detail,
             value=getattr(value, detail),
-            origins=origins[detail],
+            origin=origins[detail],
             engine=value.engine,
             other=origins["engine"],
         ),
         do=_(
-            "remove engine, or remove sharded_by={sharded_by!r} (from {origins})",
+            "remove engine, or remove sharded_by={sharded_by!r} (from {origin})",
             sharded_by=value.sharded_by,
-            origins=origins["sharded_by"],
+            origin=origins["sharded_by"],
         ),
     )
 
@@ -240,11 +240,11 @@ def _check_json(resolved: Resolved[RunConfig], path: str, world_size: int | None
             continue
         raise ConfigError(
             _(
-                "{name}={value!r} (from {origins}) and {other}={entry_value!r} (from file {place}) contradict each "
+                "{name}={value!r} (from {origin}) and {other}={entry_value!r} (from file {place}) contradict each "
                 "other",
                 name=name,
                 value=value,
-                origins=resolved.origins[name],
+                origin=resolved.origins[name],
                 other=other,
                 entry_value=entry.value,
                 place=entry.place,

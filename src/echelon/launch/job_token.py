@@ -79,7 +79,7 @@ def read_token(path: Path, where: str) -> bytes:
 def _checked(token: bytes, where: str) -> bytes:
     if len(token) < _MIN_CHARACTERS:
         raise ConfigError(
-            _("the token has only {num_token} characters, so it can be guessed", num_token=len(token)),
+            _("the token has only {length} characters, so it can be guessed", length=len(token)),
             where=where,
             do=_("create a token with `echelon token`"),
         )

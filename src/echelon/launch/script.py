@@ -83,7 +83,7 @@ def _check_source(name: str) -> None:
     except FileNotFoundError as error:
         raise ConfigError(
             _("the script {name} does not exist", name=name),
-            where=_("directory {getcwd}", getcwd=os.getcwd()),
+            where=_("directory {folder}", folder=os.getcwd()),
             do=_("check the path; use -m for a module, or --no_python for a program that is not Python"),
         ) from error
     except OSError as error:
@@ -98,10 +98,10 @@ def _check_source(name: str) -> None:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError(
             _(
-                "{name} is not valid {encoding} text: byte 0x{data:02x}",
+                "{name} is not valid {encoding} text: byte 0x{byte:02x}",
                 name=name,
                 encoding=error.encoding,
-                data=data[error.start],
+                byte=data[error.start],
             ),
             where=f"{name}:{line}",
             do=_("save it as UTF-8, or declare its encoding in the first line, as in `# -*- coding: latin-1 -*-`"),

@@ -162,10 +162,10 @@ def _check(collective: CollectiveBenchmark, out: torch.Tensor) -> None:
     if not torch.equal(out, wanted):
         raise DesyncError(
             _(
-                "{collective} returned a wrong result: expected {tolist}, but got {other}",
+                "{collective} returned a wrong result: expected {wanted}, but got {found}",
                 collective=collective.name,
-                tolist=sorted(set(wanted.tolist()))[:4],
-                other=sorted(set(out.tolist()))[:4],
+                wanted=sorted(set(wanted.tolist()))[:4],
+                found=sorted(set(out.tolist()))[:4],
             ),
             do=_(
                 "update torch, the driver and the network libraries; set NCCL_DEBUG=INFO (or GLOO_LOG_LEVEL) to see "

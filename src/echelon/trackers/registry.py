@@ -174,7 +174,7 @@ def filter_trackers(
         if isinstance(kind, LoggerType) and kind not in available:
             package = _PACKAGES[kind][0]
             warn(_("log_with={name!r}: the package {package!r} is not installed, so nothing is logged to this tracker. "
-"{name_2}", name=name, package=package, name_2=install_command(name)))  # fmt: skip
+"{install}", name=name, package=package, install=install_command(name)))  # fmt: skip
             continue
         if _needs_folder(name) and logging_dir is None:
             raise UsageError(

@@ -245,11 +245,11 @@ class TrainingRun:
         if tuple(position) != self._saved_position(plan):
             warn(
                 _(
-                    "_init_training_state returned {position}, but training starts at {plan} (epochs, batches), "
+                    "_init_training_state returned {position}, but training starts at {saved} (epochs, batches), "
                     "because the checkpoint determines the position. To start elsewhere, set ignore_data_skip=True or "
                     "skip batches in get_train_dataloader",
                     position=tuple(position),
-                    plan=self._saved_position(plan),
+                    saved=self._saved_position(plan),
                 )
             )
         trainer.model_wrapped, loader = trainer._prepare_for_training(plan.max_steps, loader, checkpoint)

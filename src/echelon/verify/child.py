@@ -9,20 +9,17 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import random
 import runpy
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from echelon.verify.parts import record_everything
 from echelon.verify.recording import recording
 from echelon.verify.trace import RUN_FILE, RecordingSettings
 from echelon.world.environment import detect
+from echelon.world.seed import set_seed
 
 _WAIT_S = 30.0
 _POLL_S = 0.02
@@ -38,17 +35,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with (Path(folder) / f"rank_{world.rank}.stacks").open("w", encoding="utf-8") as stacks:
         if run.stacks_after_s:
             faulthandler.dump_traceback_later(run.stacks_after_s, file=stacks)
-        _seed(run.seed + world.rank)
+        set_seed(run.seed + world.rank)
         try:
             _record(run, Path(folder), world.rank, world.world_size)
         finally:
             faulthandler.cancel_dump_traceback_later()
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def _record(run: RecordingSettings, folder: Path, rank: int, world_size: int) -> None:

@@ -82,7 +82,7 @@ def _from_torchrun() -> LaunchEnvironment:
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if environ.get(name) is None:
             raise ConfigError(
-                _("{other}={environ} is set, but {name} is not", other=other, environ=environ.get(other), name=name),
+                _("{other}={value} is set, but {name} is not", other=other, value=environ.get(other), name=name),
                 where=_("env {name}", name=name),
                 do=_("start the program with echelon launch or torchrun, which set both, or set both yourself"),
             )

@@ -107,7 +107,7 @@ def _resumed(folder: str, kind: str, engine: str, format_: str) -> tuple[dict[st
         accelerator.save_state(folder)
         accelerator.free_memory()
         accelerator, objects = prepared(0.5)
-        with _ignored("the checkpoint's initial_lr=.* is used"):
+        with _ignored("loading the checkpoint sets initial_lr"):
             accelerator.load_state(folder)
         _train(accelerator, objects, range(SAVED, NUM_STEPS))
     return accelerator.get_state_dict(objects[0]) or {}, _rates(objects[1])
@@ -161,7 +161,7 @@ def _saved(folder: str, engine: str) -> None:
 def _loaded(folder: str, engine: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     accelerator = Accelerator(cpu=True, engine=engine, step_scheduler_with_optimizer=False)
     objects = accelerator.prepare(*_objects("growing", 0.5))
-    with _ignored(".*contains RNG states for .* process", "the checkpoint's initial_lr"):
+    with _ignored(".*contains RNG states for .* process", "loading the checkpoint sets initial_lr"):
         accelerator.load_state(folder)
     _train(accelerator, objects, range(SAVED, NUM_STEPS))
     return accelerator.get_state_dict(objects[0]) or {}, _rates(objects[1])
@@ -197,8 +197,9 @@ def test_options_that_the_checkpoint_changes_are_named(tmp_path: Path) -> None:
         (group,) = _saved_with(folder, partial(torch.optim.SGD, lr=0.1, momentum=0.9), loads=True)
     assert group["momentum"] == 0
     (warning,) = heard
-    assert "the checkpoint's momentum=0 is used in param group 0 of the SGD, not this run's momentum=0.9" in str(
-        warning.message
+    assert (
+        "loading the checkpoint sets momentum=0 in parameter group 0 of the SGD, in place of this run's momentum=0.9"
+        in str(warning.message)
     )
 
 
@@ -234,7 +235,7 @@ def _trainer(folder: str, format_: str, lr: float, *, end: int, resume: bool) ->
     trainer = Trainer(
         model, args, train_dataset=net_data(60), optimizers=(optimizer, schedule), callbacks=[_Unfreezes(model, end)]
     )
-    with _ignored("the checkpoint's initial_lr"):
+    with _ignored("loading the checkpoint sets initial_lr"):
         trainer.train(resume_from_checkpoint=resume or None)
     return [p.detach().clone() for p in model.parameters()], _rates(optimizer)
 

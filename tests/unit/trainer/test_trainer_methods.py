@@ -258,8 +258,8 @@ def test_an_override_may_keep_the_optimizer_from_loading(tmp_path: Path) -> None
                     steps.append(len(kwargs["optimizer"].state))  # noqa: B023
 
             trainer = kind(Line(3.0), args, train_dataset=DATA, callbacks=[Looks()])
-            # Told before an override's optimizer is put back, too.
-            told = pytest.warns(EchelonWarning, match="the checkpoint's initial_lr=0.1")
+            # An override's optimizer is put back after loading.
+            told = pytest.warns(EchelonWarning, match="loading the checkpoint sets initial_lr=0.1")
             with told if layout == "echelon" else nullcontext():
                 trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
             assert steps[:2] == [rate, 0 if kind is Fresh else 2]

@@ -212,10 +212,10 @@ def apply_plugin_settings(config: Resolved[RunConfig], plugin: DeepSpeedPlugin) 
         if origins[name].source not in (SettingSource.DEFAULT, SettingSource.ENV):
             raise ConfigError(
                 _(
-                    "{name}={present!r} (from {origins}) and {value!r} (from {origin}) contradict each other",
+                    "{name}={present!r} (from {present_origin}) and {value!r} (from {origin}) contradict each other",
                     name=name,
                     present=present,
-                    origins=origins[name],
+                    present_origin=origins[name],
                     value=setting.value,
                     origin=setting.origin,
                 ),

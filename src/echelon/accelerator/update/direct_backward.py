@@ -75,10 +75,10 @@ class DirectBackwardCheck:
             warn(
                 _(
                     "{name}.step() would apply gradients that accelerator.backward() did not compute, so echelon did "
-                    "not divide their losses by gradient_accumulation_steps={num_steps}. {capitalize}.",
+                    "not divide their losses by gradient_accumulation_steps={num_steps}. {advice}.",
                     name=type(optimizer).__name__,
                     num_steps=self._state.num_steps,
-                    capitalize=_DO.capitalize(),
+                    advice=_DO.capitalize(),
                 )
             )
 

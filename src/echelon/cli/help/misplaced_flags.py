@@ -54,11 +54,11 @@ def note_about_flags(ctx: click.Context, script: Script, *, typed: Mapping[str, 
     names, was = ", ".join(found), "was" if len(found) == 1 else "were"
     return _(
         "{names} after the script {verb} passed to {target}, not to the launcher; put launcher flags before "
-        "the script: echelon launch {found} ... {target}",
+        "the script: echelon launch {flag} ... {target}",
         names=names,
         verb=was,
         target=script.target,
-        found=found[0],
+        flag=found[0],
     )
 
 

@@ -58,9 +58,9 @@ class WorkerDraws:
         else:
             warn(
                 _(
-                    "the checkpoint was saved with {state} DataLoader workers, but this run has {num_workers}, so the "
+                    "the checkpoint was saved with {num_saved} DataLoader workers, but this run has {num_workers}, so the "
                     "dataset's random numbers will differ for the rest of this epoch",
-                    state=state["num_workers"],
+                    num_saved=state["num_workers"],
                     num_workers=self.num_workers,
                 )
             )

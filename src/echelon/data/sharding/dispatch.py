@@ -171,9 +171,9 @@ def _pack(batch: Any) -> tuple[bytes, list[torch.Tensor]]:
         return b".", []
     tensors: list[torch.Tensor] = []
 
-    def take(tensor: torch.Tensor) -> _Hole:
+    def take(tensor: torch.Tensor) -> _LeftOutTensor:
         tensors.append(tensor)
-        return _Hole(tensor.dtype, tuple(tensor.shape))
+        return _LeftOutTensor(tensor.dtype, tuple(tensor.shape))
 
     return b"P" + pickle.dumps(_replace(torch.Tensor, take, batch)), tensors
 
@@ -201,17 +201,17 @@ def _receive(device: torch.device | None) -> tuple[Any, bool]:
         raise DesyncError(f"rank zero failed to read the next batch: {body.decode()}", do="fix the error on rank 0")
     target = device or torch.device("cpu")
 
-    def fill(hole: _Hole) -> torch.Tensor:
-        tensor = torch.empty(hole.shape, dtype=hole.dtype, device=wire_device(target, None))
+    def fill(left_out: _LeftOutTensor) -> torch.Tensor:
+        tensor = torch.empty(left_out.shape, dtype=left_out.dtype, device=wire_device(target, None))
         if tensor.numel():
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)
         return tensor.to(target)
 
     # The pickle comes from rank zero of the same job (SECURITY.md).
-    return _replace(_Hole, fill, pickle.loads(body)), is_last
+    return _replace(_LeftOutTensor, fill, pickle.loads(body)), is_last
 
 
-class _Hole(NamedTuple):
+class _LeftOutTensor(NamedTuple):
     """Replaces a tensor in a pickled batch."""
 
     dtype: torch.dtype

@@ -51,7 +51,7 @@ class NamedSketches:
             )
 
 
-def together(*parts: NamedSketches) -> NamedSketches:
+def concat_sketches(*parts: NamedSketches) -> NamedSketches:
     """Return the sketches of all ``parts``."""
     return NamedSketches(
         names=[name for part in parts for name in part.names],

@@ -140,10 +140,10 @@ class UnshardedParameters:
             warn(
                 _(
                     "fully_shard does not shard parameters that were added to the model after prepare() "
-                    "({large}{large_2}). echelon averages their gradients across ranks at each step. To shard these "
+                    "({names}{more}). echelon averages their gradients across ranks at each step. To shard these "
                     "parameters, add them before prepare()",
-                    large=", ".join(large[:3]),
-                    large_2=" and others" if len(large) > 3 else "",
+                    names=", ".join(large[:3]),
+                    more=" and others" if len(large) > 3 else "",
                 )
             )
         for parameter in new:

@@ -94,10 +94,10 @@ def named_slots(resolved: Resolved[RunConfig]) -> Slots | None:
     if len(given) > 1:
         both = " and ".join(
             _(
-                "{name}={value!r} (from {origins})",
+                "{name}={value!r} (from {origin})",
                 name=name,
                 value=getattr(resolved.value, name),
-                origins=resolved.origins[name],
+                origin=resolved.origins[name],
             )
             for name in given
         )

@@ -128,7 +128,7 @@ def parse_rdzv_conf(overrides: CliOverrides) -> dict[str, str]:
                 raise ValueError
         except ValueError:
             raise ConfigError(
-                _("{name}={found!r} is not a positive number of seconds", name=name, found=found[name]),
+                _("{name}={value!r} is not a positive number of seconds", name=name, value=found[name]),
                 where=where,
                 do=_("use {name}=60", name=name),
             ) from None

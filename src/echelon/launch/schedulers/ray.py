@@ -101,9 +101,9 @@ class _Worker:
             warn(
                 _(
                     "{folder} does not exist on this machine, so relative paths are resolved against Ray's directory "
-                    "{getcwd}",
+                    "{current}",
                     folder=self.folder,
-                    getcwd=os.getcwd(),
+                    current=os.getcwd(),
                 )
             )
         return self.fn() if self.config is None else self.fn(self.config)

@@ -53,7 +53,7 @@ def read_hostfile(path: str | Path, *, where: str | None = None) -> tuple[Host, 
             raise ConfigError(_("{text!r} is not a valid hostfile line", text=text), where=place, do=_DO)
         if match[1] in found:
             raise ConfigError(
-                _("{match} is listed twice", match=match[1]), where=place, do=_("list it once, with all its slots")
+                _("{host} is listed twice", host=match[1]), where=place, do=_("list it once, with all its slots")
             )
         found[match[1]] = int(match[2])
     if not found:
@@ -133,9 +133,9 @@ def _filter(text: str, where: str) -> Mapping[str, tuple[int, ...] | None]:
         slots = None if match[2] is None else tuple(sorted({int(slot) for slot in match[2].split(",")}))
         if match[1] in found:
             raise ConfigError(
-                _("{text} names {match} twice", text=text, match=match[1]),
+                _("{text} names {host} twice", text=text, host=match[1]),
                 where=where,
-                do=_("list it once, with all its slots: {match}:0,1", match=match[1]),
+                do=_("list it once, with all its slots: {host}:0,1", host=match[1]),
             )
         found[match[1]] = slots
     return found
@@ -154,7 +154,7 @@ def _check(hosts: tuple[Host, ...], chosen: Mapping[str, tuple[int, ...] | None]
         missing = [slot for slot in slots or () if slot not in known[name]]
         if missing:
             raise ConfigError(
-                _("{text}: {name} has no slot {missing}", text=text, name=name, missing=missing[0]),
+                _("{text}: {name} has no slot {slot}", text=text, name=name, slot=missing[0]),
                 where=where,
-                do=_("use slots 0 to {known}, or increase slots= in the hostfile", known=max(known[name])),
+                do=_("use slots 0 to {last}, or increase slots= in the hostfile", last=max(known[name])),
             )

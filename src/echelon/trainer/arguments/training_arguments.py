@@ -139,14 +139,15 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     def _read_numbers(self) -> None:
         """Convert text, such as the 1e-3 of a YAML file, which PyYAML reads as a string."""
         for item in fields(self):
-            value, kind = getattr(self, item.name), _KINDS.get(str(item.type).removesuffix(" | None"))
-            if kind is None or not isinstance(value, str):
+            value, kind = getattr(self, item.name), str(item.type).removesuffix(" | None")
+            if kind not in _PARSERS or not isinstance(value, str):
                 continue
+            parse, meaning = _PARSERS[kind]
             try:
-                setattr(self, item.name, kind(value))
+                setattr(self, item.name, parse(value))
             except ValueError as error:
                 raise ConfigError(
-                    f"{item.name}={value!r} is not {_ARTICLES[kind]}",
+                    f"{item.name}={value!r} is not {meaning}",
                     where=f"TrainingArguments.{item.name}",
                     do="set a value",
                 ) from error
@@ -628,9 +629,10 @@ def _as_bool(text: str) -> bool:
     return text.lower() == "true"
 
 
-# By the text of a field's type.
-_KINDS: Mapping[str, Callable[[str], Any]] = MappingProxyType({"int": int, "float": float, "bool": _as_bool})
-_ARTICLES = MappingProxyType({int: "an integer", float: "a number", _as_bool: "true or false"})
+_PARSERS: Mapping[str, tuple[Callable[[str], Any], str]] = MappingProxyType(
+    {"int": (int, "an integer"), "float": (float, "a number"), "bool": (_as_bool, "true or false")}
+)
+"""By the text of a field's type: reads its value from text, and what the text must be."""
 
 
 def _to_plain(name: str, value: Any) -> Any:

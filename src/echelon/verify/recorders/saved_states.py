@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from echelon.distributed.checks.named_sketches import NamedSketches, sketch_named, together
+from echelon.distributed.checks.named_sketches import NamedSketches, concat_sketches, sketch_named
 from echelon.verify.recorders.models import RecordedModel
 from echelon.verify.recorders.optimizers import parameters_of, sketch_optimizer_state
 from echelon.verify.recorders.user_code import line_of_user
@@ -170,7 +170,7 @@ class SavedStateRecorder:
         optimizers = self._known_optimizers(first)
         lrs = [float(group.get("lr", 0.0)) for optimizer in optimizers for group in optimizer.param_groups]
         rates = [torch.tensor(lr, dtype=torch.float64) for lr in lrs]
-        return together(
+        return concat_sketches(
             sketch_named(list(named), list(named.values())),
             *(sketch_optimizer_state(self._recording, optimizer) for optimizer in optimizers),
             sketch_named([f"lr {number}" for number in range(len(rates))], rates),
