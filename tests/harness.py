@@ -342,7 +342,7 @@ class _Worker:
         try:
             self.connection.send_bytes(pickle.dumps(rank_worker.Finish()))
             last = self.receive() if self.connection.poll(TEARDOWN_S) else None
-            cleaned = isinstance(last, rank_worker.Idle) and last.num_threads <= MAX_THREADS
+            cleaned = isinstance(last, rank_worker.Idle) and last.has_own_torch and last.num_threads <= MAX_THREADS
         except BrokenPipeError:
             cleaned = False
         if not cleaned:

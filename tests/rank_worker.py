@@ -61,6 +61,7 @@ class Idle:
     """Message that the call is finished and cleaned up."""
 
     num_threads: int  # of the system, including those started by torch's libraries
+    has_own_torch: bool  # False: a library has left functions of its own in torch, as DeepSpeed's stage 3 does
 
 
 def main(connection_fd: int, stacks_path: str) -> None:
@@ -79,6 +80,7 @@ def main(connection_fd: int, stacks_path: str) -> None:
 
 
 def _serve(connection: Connection, call: Call) -> None:
+    import torch
     import torch.distributed as dist
 
     from echelon.world.group import close_group
@@ -105,7 +107,8 @@ def _serve(connection: Connection, call: Call) -> None:
         for logger, level, handlers in loggers:  # otherwise a Trainer with log_level="info" prints in later tests, too
             logger.setLevel(level)
             logger.handlers[:] = handlers
-    _send(connection, Idle(num_threads=_num_threads()))
+    has_own_torch = torch.nn.functional.linear is torch._C._nn.linear
+    _send(connection, Idle(num_threads=_num_threads(), has_own_torch=has_own_torch))
 
 
 def _num_threads() -> int:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from echelon.data.exact.exact_batches import ExactOptions
@@ -73,8 +74,10 @@ class PassDriver(ABC, Generic[Loader]):
         """Whether the backward pass of a micro-step other than the first is pending."""
 
     @abstractmethod
-    def note_cleared(self) -> None:
-        """Record that a prepared optimizer has cleared its gradients."""
+    def note_zero_grad(self, optimizer: Optimizer, *, clears: bool) -> None:
+        """Record that ``zero_grad()`` of a prepared optimizer was called, given the wrapped one, before it ``clears`` the
+        gradients; within an update it may have no effect.
+        """
 
     @property
     @abstractmethod

@@ -511,3 +511,43 @@ def test_a_backward_pass_need_not_reach_all_sharded_models(first: list[str], las
     for found in run_on_ranks(_two_models, first, last, world_size=2):
         # sums of a few float64 numbers in another order
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def _clears_between_losses(engine: str, *, detaches: bool) -> list[torch.Tensor]:
+    """Return the weights of two models of which one gets a gradient of the other's loss, unless it is detached."""
+    accelerator = _accelerator("mlp", engine, canonical_shards=4)
+    first, second = accelerator.prepare(_linear(0), _linear(1))
+    optimizers: Any = accelerator.prepare(*(torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)))
+    data = torch.eye(4, dtype=torch.float64).repeat(3, 1)
+    for (x,) in accelerator.prepare(DataLoader(TensorDataset(data), batch_size=4)):
+        with accelerator.accumulate(first, second):
+            _train_pair(first, second, x, optimizers, accelerator.backward, detaches=detaches)
+    return [*weights_of(accelerator, first), *weights_of(accelerator, second)]
+
+
+def _train_pair(first: Any, second: Any, x: torch.Tensor, optimizers: Any, backward: Any, *, detaches: bool) -> None:
+    made = first(x)
+    optimizers[1].zero_grad()
+    backward(mean_square(second(made.detach() if detaches else made)))
+    optimizers[0].zero_grad()
+    backward(mean_square(second(first(x))))
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2 stage 3"])
+def test_gradients_of_the_first_of_two_losses_cannot_be_cleared(engine: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(_clears_between_losses, engine, detaches=False, world_size=2)
+    for error in failed.value.errors.values():
+        assert isinstance(error, UsageError)
+        assert "zero_grad() between two losses of a batch" in str(error)
+        assert "detach what the first loss need not reach" in str(error)
+    plain, x = [_linear(0), _linear(1)], torch.eye(4, dtype=torch.float64)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in plain]
+    for _ in range(3):
+        _train_pair(*plain, x, optimizers, lambda loss: loss.backward(), detaches=True)
+    expected = [p.detach() for model in plain for p in model.parameters()]
+    for found in run_on_ranks(_clears_between_losses, engine, detaches=True, world_size=2):
+        # sums of a few float64 numbers in another order
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)

@@ -206,6 +206,25 @@ def test_second_loss_after_an_optimizer_step_warns_once_with_accumulation() -> N
     assert len(caught) == 1
 
 
+def _cleared_between(*, max_micro_batch_size: int | None) -> None:
+    accelerator = Accelerator(parity="exact", max_micro_batch_size=max_micro_batch_size)
+    model, other = accelerator.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for (x,) in accelerator.prepare(DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)):
+        with accelerator.accumulate(model, other):
+            accelerator.backward(other(model(x)).mean())
+            optimizer.zero_grad()
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+
+
+def test_clearing_between_two_losses_warns_once_where_it_has_no_effect() -> None:
+    with pytest.warns(EchelonWarning, match=r"zero_grad\(\) between two losses of a batch has no effect") as caught:
+        _cleared_between(max_micro_batch_size=2)
+    assert len(caught) == 1
+    _cleared_between(max_micro_batch_size=None)  # has an effect, and warns of nothing
+
+
 # ---- ranks without items ---------------------------------------------------------------------------------------------
 
 

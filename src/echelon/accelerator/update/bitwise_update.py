@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -172,6 +172,22 @@ class ShardSplit:
     def before_backward(self, kept: KeptGradients) -> None:
         """Prepare the sum for a backward pass; the gradients were checked when the micro-step started."""
         self._sums.before_backward()
+
+    def keeps_after_zero_grad(self, parameters: Collection[int], *, clears: bool) -> bool:
+        """Return whether a backward pass of this micro-step has reached the parameters; forget gradients of earlier updates."""
+        if clears:
+            self._sums.forget_earlier(parameters)
+        return self._sums.has_reached(parameters)
+
+    def report_kept_gradients(self) -> None:
+        """Raise, because the gradients of the loss before have been added to the sums over the shards."""
+        raise UsageError(
+            "zero_grad() between two losses of a batch would clear gradients of the first loss, which have been added to the "
+            "sums over the shards",
+            where="parity='bitwise'",
+            do="detach what the first loss need not reach (generator(x).detach()), call zero_grad() before the first loss, or "
+            "use parity='exact'",
+        )
 
     def after_backward(self, *, ends_update: bool) -> None:
         """Sum the shards in the last micro-step, and reseed the RNGs for use outside a shard."""

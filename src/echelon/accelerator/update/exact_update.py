@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -94,6 +94,12 @@ class BatchSplit(Protocol):
     def after_backward(self, *, ends_update: bool) -> None:
         """Complete the gradients. Collective in the last micro-step."""
 
+    def keeps_after_zero_grad(self, parameters: Collection[int], *, clears: bool) -> bool:
+        """Return whether gradients of this micro-step stay after ``zero_grad()`` of an optimizer, given its parameters' ids."""
+
+    def report_kept_gradients(self) -> None:
+        """Report that another loss is added to gradients that ``zero_grad()`` was to clear."""
+
     def drop_update(self) -> None:
         """Drop the update that is pending."""
 
@@ -121,6 +127,7 @@ class ExactUpdate(PassDriver[PreparedLoader]):
         self._micro_step_items: float | None = None  # items of this micro-step
         self._is_reevaluating = False  # a closure is being re-evaluated at other parameters
         self._misses_losses = False  # whether an earlier micro-step of this update has had no loss
+        self._keeps_cleared = False  # zero_grad() after a loss of this micro-step left gradients of it
         self._steps_at_loss = 0, 0  # postponed and taken steps when this micro-step had its first loss
         # Numbers of postponed and taken steps of each optimizer at the start of this update.
         self._step_counts_before: list[tuple[int, int]] = []
@@ -218,7 +225,7 @@ class ExactUpdate(PassDriver[PreparedLoader]):
         self._misses_losses = contribution.micro_step > 0 and (self._misses_losses or not self._is_counted)
         self._is_mid_update = not contribution.ends_update
         self._is_counted, self._micro_step_items = False, None
-        self._state.has_loss = False
+        self._state.has_loss = self._keeps_cleared = False
         self.window.begin_micro_step()
         self._progress.micro_step = contribution.micro_step + 1
         self._progress.position = contribution.next_position
@@ -369,6 +376,8 @@ class ExactUpdate(PassDriver[PreparedLoader]):
 
     def before_backward(self) -> None:
         """Check gradients before the current batch's backward pass."""
+        if self._keeps_cleared:
+            self.split.report_kept_gradients()
         self.split.before_backward(self._kept)
 
     def after_backward(self) -> None:
@@ -379,9 +388,15 @@ class ExactUpdate(PassDriver[PreparedLoader]):
             self._kept.clear()
         self.split.after_backward(ends_update=self._state.sync_gradients)
 
-    def note_cleared(self) -> None:
+    def note_zero_grad(self, optimizer: Optimizer, *, clears: bool) -> None:
         """See ``PassDriver``."""
-        self._kept.clear()
+        if clears:
+            self._kept.clear()
+        parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        keeps = self.split.keeps_after_zero_grad(parameters, clears=clears)
+        # After a step, another loss of the batch is reported as such.
+        is_between = self._state.has_loss and not any(self._steps_since_loss())
+        self._keeps_cleared = self._keeps_cleared or (keeps and is_between)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -462,15 +477,22 @@ class ExactUpdate(PassDriver[PreparedLoader]):
         finally:
             self._is_reevaluating = False
 
+    def _num_steps(self) -> tuple[int, int]:
+        """Return the numbers of postponed and taken steps of all optimizers."""
+        return sum(one.num_postponed for one in self._objects.optimizers), self._objects.num_steps()
+
+    def _steps_since_loss(self) -> tuple[int, int]:
+        """Return the same since the first loss of this micro-step."""
+        (postponed, taken), (postponed_before, taken_before) = self._num_steps(), self._steps_at_loss
+        return postponed - postponed_before, taken - taken_before
+
     def _note_loss(self, loss: torch.Tensor, num_items: float) -> None:
         """Add a mean loss over ``num_items`` items on this rank to the update's loss."""
         if self._is_reevaluating:
             return
-        postponed = sum(optimizer.num_postponed for optimizer in self._objects.optimizers)
-        taken = self._objects.num_steps()
         if not self._is_counted:
-            self._steps_at_loss = postponed, taken
-        num_postponed, num_taken = postponed - self._steps_at_loss[0], taken - self._steps_at_loss[1]
+            self._steps_at_loss = self._num_steps()
+        num_postponed, num_taken = self._steps_since_loss()
         self.split.check_loss(num_items, num_postponed=num_postponed, num_taken=num_taken)
         if not self._is_counted:
             if self._has_several_micro_steps:
@@ -545,7 +567,7 @@ class RankSplit:
         self._parts = parts
         self._batch_norms: list[_BatchNorm] = []
         self._warned_of_batch_norm = False
-        self._warned_of_postponed_step = False
+        self._warned_of_postponed_step = self._warned_of_kept_gradients = False
         self._warned_of_changed_parameters = False
 
     def describe(self, batch_size: int) -> str:
@@ -653,6 +675,20 @@ class RankSplit:
 
     def after_backward(self, *, ends_update: bool) -> None:
         """Do nothing: the engine has averaged the gradients."""
+
+    def keeps_after_zero_grad(self, parameters: Collection[int], *, clears: bool) -> bool:
+        """Return whether the gradients stay with those of the micro-steps before."""
+        return not clears
+
+    def report_kept_gradients(self) -> None:
+        """Warn once, because the loss before need not have reached the optimizer's parameters."""
+        if not self._warned_of_kept_gradients:
+            self._warned_of_kept_gradients = True
+            warn(
+                "zero_grad() between two losses of a batch has no effect in an update with several micro-steps, so gradients of the "
+                "first loss stay. Detach what that loss need not reach, or call zero_grad() before it, or remove "
+                "gradient_accumulation_steps and max_micro_batch_size"
+            )
 
     def drop_update(self) -> None:
         """Do nothing: this keeps nothing of an update."""

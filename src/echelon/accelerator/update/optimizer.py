@@ -199,12 +199,12 @@ class AcceleratedOptimizer(Optimizer):
         if clears is None:  # not in a closure
             clears = self._is_used or (self.gradient_state.sync_gradients and not self._holds_micro_steps())
             self._is_postponed = False
+        driver = self.gradient_state.reading.driver
+        if driver is not None:
+            driver.note_zero_grad(self.optimizer, clears=clears)
         if clears:
             self.engine.zero_grad(self.optimizer, set_to_none=set_to_none)
             self._is_used = False
-            driver = self.gradient_state.reading.driver
-            if driver is not None:
-                driver.note_cleared()
 
     def _holds_micro_steps(self) -> bool:
         """Return whether the gradients belong to earlier micro-steps and this call starts a new one."""

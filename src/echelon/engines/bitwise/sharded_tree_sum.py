@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,7 @@ class ShardedTreeSum(ShardedUpdate):
         self._scatters: list[_Scatter] = []
         self._unwatched: list[Any] = []  # torch's records of parameters that have not been all-gathered yet
         self._used: set[int] = set()  # ids of parameters with a gradient from a batch shard of this rank
+        self._reached: set[int] = set()  # ids of parameters with a gradient in this micro-step, also of padding
         self._replicated = ReplicatedUpdate(  # for unsharded parameters
             lambda: [p for p in parameters() if not isinstance(p, DTensor)],
             num_shards=num_shards,
@@ -109,6 +110,7 @@ class ShardedTreeSum(ShardedUpdate):
         else:
             self._earlier.take(sharded)
             self._take_sums(sharded)
+        self._reached.clear()
         for scatter in self._scatters:
             scatter.begin(contribution)
 
@@ -140,6 +142,7 @@ class ShardedTreeSum(ShardedUpdate):
 
     @uncompiled
     def _record_use(self, part: Any, _unsharded: torch.Tensor) -> None:
+        self._reached.add(id(part.sharded_param))
         if self._contribution is not None and not self._contribution.is_padding:
             self._used.add(id(part.sharded_param))
 
@@ -152,6 +155,13 @@ class ShardedTreeSum(ShardedUpdate):
         for parameter, total, used in zip(sharded, self._sums, is_used.tolist()):
             parameter.grad = total if used else None
         self._earlier.add_to(sharded)
+
+    def has_reached(self, parameters: Collection[int]) -> bool:
+        return not self._reached.isdisjoint(parameters) or self._replicated.has_reached(parameters)
+
+    def forget_earlier(self, parameters: Collection[int]) -> None:
+        self._earlier.forget(self._sharded(), parameters)
+        self._replicated.forget_earlier(parameters)
 
     def discard(self) -> None:
         self._replicated.discard()

@@ -8,7 +8,7 @@ ranks hold the operands. A rank sums the largest subtrees that it holds complete
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -254,6 +254,14 @@ class ShardedUpdate(ABC):
         """
 
     @abstractmethod
+    def has_reached(self, parameters: Collection[int]) -> bool:
+        """Return whether a backward pass of this micro-step has reached one of the parameters with these ids on this rank."""
+
+    @abstractmethod
+    def forget_earlier(self, parameters: Collection[int]) -> None:
+        """Do not add gradients of earlier updates to the sums of the parameters with these ids."""
+
+    @abstractmethod
     def discard(self) -> None:
         """Discard the update."""
 
@@ -281,6 +289,11 @@ class EarlierGradients:
         for parameter, earlier in zip(parameters, self._found):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
+
+    def forget(self, parameters: Sequence[torch.Tensor], cleared: Collection[int]) -> None:
+        """Forget the gradients of those of ``parameters`` whose ids are in ``cleared``."""
+        if self._found:
+            self._found = [None if id(p) in cleared else one for p, one in zip(parameters, self._found)]
 
     def discard(self) -> None:
         """Forget what was taken."""
@@ -356,6 +369,13 @@ class ReplicatedUpdate(ShardedUpdate):
             for parameter, total in zip(parameters, self._tree(kind).finish(last, local_tensors(parameters))):
                 parameter.grad = local_as(total, parameter) if total is not None else None
         self._earlier.add_to(self._parameters())
+
+    def has_reached(self, parameters: Collection[int]) -> bool:
+        local = [p.grad for p in self._parameters()] if self._local is None else self._local
+        return any(id(p) in parameters and gradient is not None for p, gradient in zip(self._parameters(), local))
+
+    def forget_earlier(self, parameters: Collection[int]) -> None:
+        self._earlier.forget(self._parameters(), parameters)
 
     def discard(self) -> None:
         self._trees.clear()
