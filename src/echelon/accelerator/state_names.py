@@ -140,8 +140,8 @@ class NamedOptimizer:
         if len(missing) > 1 and len(others) > 1:  # a newer torch, or the user, may have added one
             raise CheckpointError(
                 _(
-                    "optimizer {index} of {folder} is of another class: it has the options {others}, but the {kind} of this "
-                    "run has {missing}",
+                    "optimizer {index} of {folder} is of a different class: it has the options {others}, but the {kind} of "
+                    "this run has {missing}",
                     index=index,
                     folder=checkpoint.folder,
                     others=", ".join(others),
@@ -149,8 +149,8 @@ class NamedOptimizer:
                     missing=", ".join(missing),
                 ),
                 do=_(
-                    "create the optimizer of the saved run; to train on with another one, load only the weights (echelon "
-                    "checkpoint merge writes them to a file), and save into another folder"
+                    "create the optimizer of the saved run; to continue with a different one, load only the weights "
+                    "(echelon checkpoint merge writes them to a file), and save to a different folder"
                 ),
             )
         # Schedules change these in each step; most of torch's keep the learning rate of the script in initial_lr.

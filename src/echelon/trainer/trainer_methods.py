@@ -831,7 +831,7 @@ class TrainerMethods:
             # A warning is visible by default: the model is no longer that of the last step.
             name = self.args.metric_for_best_model
             logger.warning(
-                "the model is that of the best checkpoint now: %s (%s %s)", best, name, self.state.best_metric
+                "the model now has the weights of the best checkpoint: %s (%s %s)", best, name, self.state.best_metric
             )
             folder = best_folder(self.args, self._session.output_dir(self.args), best)
             require_whole(self.accelerator.world, folder)

@@ -114,7 +114,7 @@ def test_early_stopping_and_the_best_model_are_said(tmp_path: Path, caplog: pyte
         "early stopping ends the training at step 3: eval_loss has not improved on 114.0 in the last 2 evaluation(s)"
         in said
     )
-    assert f"the model is that of the best checkpoint now: {tmp_path / 'checkpoint-1'} (loss 114.0)" in said
+    assert f"the model now has the weights of the best checkpoint: {tmp_path / 'checkpoint-1'} (loss 114.0)" in said
 
 
 def test_a_state_takes_a_list_of_callbacks() -> None:
