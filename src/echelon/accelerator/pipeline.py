@@ -20,7 +20,7 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.engines.context_parallel.region import SequenceRegion, current_region
-from echelon.engines.fsdp.meta_device import broadcast_model
+from echelon.engines.quantized_weights import broadcast_model
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel.style import ParallelStyle

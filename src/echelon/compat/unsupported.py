@@ -50,12 +50,14 @@ _NAMES: dict[str, dict[str, str]] = {
             megatron_lm_prepare_optimizer=prepare_optimizer megatron_lm_prepare_scheduler=prepare_scheduler
         """,
     },
-    "use mixed_precision='bf16', or fp8 through torchao (AORecipeKwargs)": {
+    "call load_and_quantize_model": {
         "utils.bnb": """
-            get_keys_to_not_convert get_parameter_device get_quantized_model_device_map has_4bit_bnb_layers
-            load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers
+            get_keys_to_not_convert get_parameter_device get_quantized_model_device_map quantize_and_offload_8bit
+            replace_with_bnb_layers
         """,
-        "utils.dataclasses": "BnbQuantizationConfig FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    },
+    "use mixed_precision='bf16', or fp8 through torchao (AORecipeKwargs)": {
+        "utils.dataclasses": "FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
         "utils.transformer_engine": """
             apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers
         """,

@@ -25,6 +25,7 @@ from echelon.engines.bitwise.tree_sum import ShardedUpdate
 from echelon.engines.comm_hooks import register_comm_hook
 from echelon.engines.delegating_engine import DelegatingEngine
 from echelon.engines.output_hooks import OutputFlattener
+from echelon.engines.quantized_weights import broadcast_model, wrapped_tensors
 from echelon.engines.single import SingleEngine
 from echelon.engines.stepper import zero_backward
 from echelon.world.world import World
@@ -93,6 +94,9 @@ class DDPEngine(DelegatingEngine):
         hook, outer = (str(options.pop(name, "no")) for name in ("comm_hook", "comm_wrapper"))
         state_options = options.pop("comm_state_option", None)
         copy_sparse_gradients(model)
+        if any(map(wrapped_tensors, model.parameters())):
+            options["init_sync"] = False  # DDP cannot broadcast them
+            broadcast_model(model, device)
         wrapper = DistributedDataParallel(model, device_ids=ids, **options)
         register_comm_hook(wrapper, hook=hook, wrapper=outer, state_options=state_options)
         wrapper.require_backward_grad_sync = self._reduces

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from echelon.engines.quantized_weights import add_scales, flat_state, load_quantized
+
 _COMPILED = "_orig_mod."
 
 
@@ -24,6 +26,7 @@ def plain_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def plain_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return the state dict of ``module`` with plain names."""
     state = module.state_dict()
+    add_scales(module, state)
     if not any(_COMPILED in name for name in state):
         return state
     plain = OrderedDict((plain_name(name), value) for name, value in state.items())
@@ -34,7 +37,9 @@ def plain_state_dict(module: nn.Module) -> dict[str, Any]:
 
 def load_plain_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load the result of ``plain_state_dict``, no matter which parts of ``module`` are compiled."""
-    own = {plain_name(name): name for name in module.state_dict()}
+    own_state = module.state_dict()
+    add_scales(module, own_state)
+    own = {plain_name(name): name for name in flat_state(own_state)}
     is_plain = all(name == plain for plain, name in own.items())
     renamed = state if is_plain else {own.get(name, name): value for name, value in state.items()}
-    module.load_state_dict(renamed, strict=strict)
+    module.load_state_dict(load_quantized(module, renamed), strict=strict)

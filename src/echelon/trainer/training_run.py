@@ -57,7 +57,13 @@ from echelon.trainer.signatures import takes
 from echelon.trainer.state import TrainerState
 from echelon.trainer.trainer_methods import TrainerMethods, count_tokens, is_overridden, log, notify
 from echelon.trainer.training_plan import TrainingPlan, log_plan
-from echelon.trainer.training_setup import check_exact, checkpoint_argument, exact_train_loader, prepare_optimizer
+from echelon.trainer.training_setup import (
+    check_exact,
+    check_quantized,
+    checkpoint_argument,
+    exact_train_loader,
+    prepare_optimizer,
+)
 
 logger = get_logger(__name__)
 
@@ -109,6 +115,7 @@ class TrainingRun:
         wanted = checkpoint_argument(resume_from_checkpoint, options)
         trainer._hp_search_setup(self._trial)
         wanted = args.resume_from_checkpoint if wanted is None else wanted
+        check_quantized(trainer.model)
         output_dir = self._session.output_dir(args)
         # Locked before the first step: otherwise a run that cannot save would compute for nothing.
         with (

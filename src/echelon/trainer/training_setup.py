@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from echelon.accelerator import AcceleratedScheduler, DummyScheduler
@@ -14,6 +15,7 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.training_arguments import building_loader
+from echelon.trainer.checkpoint.adapters import has_adapters
 from echelon.trainer.features.model_changes import prepare_pipeline, splits_layers
 from echelon.trainer.optim.optimizers import unwrapped
 from echelon.trainer.session import PreparedOptimizer
@@ -31,6 +33,32 @@ def checkpoint_argument(given: Any, options: Mapping[str, Any]) -> Any:
         return given
     warn(_("train(model_path=) was renamed to resume_from_checkpoint="))
     return options["model_path"] if given is None else given
+
+
+def check_quantized(model: nn.Module) -> None:
+    """Raise UsageError if the weights of a transformers model are quantized and nothing was added that can be trained."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not getattr(model, "is_quantized", False) or getattr(quantizer, "is_qat_trainable", False):
+        return
+    name = type(model).__name__
+    if not has_adapters(model):
+        raise UsageError(
+            _("{name} has quantized weights, which cannot be trained, and no adapters", name=name),
+            where="Trainer.train",
+            do=_(
+                "add adapters with peft.get_peft_model(model, LoraConfig(...)), or load the model without quantization"
+            ),
+        )
+    if quantizer is not None and not quantizer.is_trainable:
+        raise UsageError(
+            _(
+                "{name} is quantized with {method}, through which no gradients flow to adapters",
+                name=name,
+                method=quantizer.quantization_config.quant_method,
+            ),
+            where="Trainer.train",
+            do=_("load the model with another quantization method (BitsAndBytesConfig), or without quantization"),
+        )
 
 
 # ---- exact modes -----------------------------------------------------------------------------------------------------

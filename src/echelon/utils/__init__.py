@@ -8,6 +8,7 @@ from echelon.config.write import write_basic_config as write_basic_config
 from echelon.engines.context_parallel.sequence_mask import shift_labels as shift_labels
 from echelon.utils import rich as rich
 from echelon.utils.ao import *
+from echelon.utils.bnb import *
 from echelon.utils.constants import *
 from echelon.utils.dataclasses import *
 from echelon.utils.deepspeed import *
@@ -23,6 +24,6 @@ from echelon.utils.random import *
 from echelon.utils.tqdm import *
 from echelon.utils.versions import *
 
-_unsupported.add_modules(globals(), "bnb", "launch", "megatron_lm", "torch_xla", "transformer_engine")
+_unsupported.add_modules(globals(), "launch", "megatron_lm", "torch_xla", "transformer_engine")
 if not TYPE_CHECKING:
     __all__ = list(_reexports.public_names(globals()))

@@ -1,5 +1,6 @@
 """Provides the names in ``accelerate.utils.dataclasses``, implemented by echelon."""
 
+from echelon.accelerator.models.quantize import BnbQuantizationConfig as BnbQuantizationConfig
 from echelon.accelerator.plugins.configuration import (
     DataLoaderConfiguration as DataLoaderConfiguration,
     GradientAccumulationPlugin as GradientAccumulationPlugin,

@@ -34,6 +34,7 @@ from echelon.data.loader import PreparedLoader
 from echelon.distributed.tree import leaves
 from echelon.engines.base import Engine
 from echelon.engines.fsdp.pipeline_state import group_names
+from echelon.engines.quantized_weights import flat_state
 from echelon.engines.shards import address_of, local_as
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
@@ -79,6 +80,7 @@ def content_of(
     others: set[str] = set()  # tensors of models that are no parameters
     for i, model in enumerate(models):
         state = (engine.full_state_dict(session.objects.models[i]) or {}) if is_gathered else plain_state_dict(model)
+        state = flat_state(state)
         tensors |= {f"{model_prefix(i)}{name}": value for name, value in state.items() if _is_tensor(value)}
         extras.append({name: value for name, value in state.items() if not _is_tensor(value)})
         own = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -324,7 +326,7 @@ def _load_model(
     checkpoint: Checkpoint, model: nn.Module, index: int, extras: Mapping[str, Any], *, missing: Collection[str]
 ) -> None:
     prefix = model_prefix(index)
-    state = plain_state_dict(model)
+    state = flat_state(plain_state_dict(model))
     tensors = {f"{prefix}{name}": value for name, value in state.items() if _is_tensor(value)}
     on_meta = [name for name, value in tensors.items() if value.is_meta]
     if on_meta:
@@ -442,7 +444,7 @@ def _load_gathered_model(
     Collective: call on every rank if parameters are sharded.
     """
     prefix = model_prefix(index)
-    state = plain_state_dict(model)
+    state = flat_state(plain_state_dict(model))
     there = [name for name, value in state.items() if isinstance(value, torch.Tensor) and name not in missing]
     num_bytes = {name: checkpoint.num_bytes(f"{prefix}{name}") for name in there}
     with progress_bar(f"loading {checkpoint.folder.name}", sum(num_bytes.values())) as progress:

@@ -12,6 +12,7 @@ from echelon.base.errors import CheckpointError
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
+from echelon.engines.quantized_weights import flat_state
 from echelon.engines.shards import address_of
 from echelon.engines.state_dicts import plain_name, plain_state_dict
 
@@ -70,7 +71,7 @@ def require_model_of_checkpoint(
     parameters = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     own = {
         name: engine.full_shape(parameters[name]) if name in parameters else value.shape
-        for name, value in plain_state_dict(model).items()
+        for name, value in flat_state(plain_state_dict(model)).items()
         if hasattr(value, "shape")
     }
     saved = {

@@ -29,7 +29,7 @@ from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate
 from echelon.engines.expert_parallel.experts import divide_experts, shard_experts
-from echelon.engines.fsdp.meta_device import Values, broadcast_model, fill_from_rank_zero, move_to_meta, require_values
+from echelon.engines.fsdp.meta_device import Values, fill_from_rank_zero, move_to_meta, require_values
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.fsdp.pipeline_state import (
     gather_model,
@@ -57,6 +57,7 @@ from echelon.engines.param_groups import (
     sharded_parameters,
     unsharded_parameters,
 )
+from echelon.engines.quantized_weights import broadcast_model, require_scales, unshardable_parameters, wrapped_tensors
 from echelon.engines.random_numbers import share_states
 from echelon.engines.shards import gather_full, local_tensors, shard_like
 from echelon.engines.state_dicts import plain_name, plain_state_dict
@@ -172,7 +173,16 @@ class FSDP2Engine(Engine):
             self._adopt(model)
             return
         device = self._world.device
+        require_scales(model)
         unsharded = set(map(id, ignored_parameters(model, options.ignored)))
+        quantized = unshardable_parameters(model, options.param_dtype)
+        unsharded |= set(map(id, quantized.values()))
+        if any(parameter.is_floating_point() for parameter in quantized.values() if not wrapped_tensors(parameter)):
+            warn(
+                f"each rank keeps all 4-bit weights of {type(model).__name__}, which are stored as {next(iter(quantized.values())).dtype}: "
+                f"fully_shard would cast these bytes to {options.param_dtype}. To shard them, load the model with "
+                f"BitsAndBytesConfig(bnb_4bit_quant_storage={options.param_dtype})"
+            )
         reject_sparse(model, unsharded)
         # Scalars have no dimension to shard.
         ignored = [name for name, p in model.named_parameters() if id(p) in unsharded or p.dim() == 0]

@@ -161,17 +161,6 @@ def require_values(model: nn.Module, *_: object) -> None:
         )
 
 
-def broadcast_model(model: nn.Module, device: torch.device) -> None:
-    """Broadcast rank zero's parameters and buffers. Collective: call on every rank."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type == device.type:
-            dist.broadcast(tensor.data, src=0)
-        else:
-            sent = tensor.data.to(device)
-            dist.broadcast(sent, src=0)
-            tensor.data.copy_(sent)
-
-
 def release_pages(tensor: torch.Tensor) -> None:
     """Remove a memory-mapped tensor's pages from resident memory (Linux only) without changing its values.
 
