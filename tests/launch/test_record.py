@@ -188,9 +188,23 @@ def test_a_run_that_fails_before_its_first_step_says_where_it_is_recorded_and_re
 ) -> None:
     command.write("fails.py", "raise ValueError('mine')")
     command.is_warm = True
-    result = command.launch("fails.py", "--cpu", **RECORD)
+    result = command.launch("--name=wide net", "--tag=a", "--tag", "b", "fails.py", "--cpu", **RECORD)
     assert result.code == 1
     (folder,) = (command.directory / "echelon-runs").iterdir()
+    info = run_files.read_info(folder)
+    assert (info["name"], info["tags"], folder.name.split("-", 2)[2]) == (
+        "wide net",
+        ["a", "b"],
+        f"wide_net-{info['pid']}",
+    )
+    (failure,) = (event for event in run_files.read_lines(folder / "events.jsonl") if event["kind"] == "failure")
+    report = {name: part["text"].splitlines() for name, part in failure["report"].items()}
+    assert report["what"] == ["rank 0 failed first: ValueError: mine"]
+    assert [line.strip() for line in report["where"]] == [
+        "rank 0 of 1",
+        "fails.py:1 in <module>: raise ValueError('mine')",
+    ]
+    assert report["do"][-1].startswith("  logs: ")
     lines = result.err.splitlines()
     assert lines[-2] == f"echelon: recorded in echelon-runs/{folder.name}; echelon report shows it"
     assert lines[-1].startswith("echelon: note: --cpu after the script was passed to fails.py, not to the launcher")

@@ -44,7 +44,7 @@ from echelon.accelerator.process import ProcessMembers
 from echelon.accelerator.profiling import ProfileKwargs, profile
 from echelon.accelerator.setup.build_session import build_session, dynamo_settings, resolve_settings
 from echelon.accelerator.state import AcceleratorState
-from echelon.accelerator.tracking import Tracking
+from echelon.accelerator.tracking import Tracking, record_settings
 from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, join_uneven_inputs, trigger_sync_in_backward
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
@@ -60,6 +60,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.data.loader import PreparedLoader
 from echelon.distributed import collectives, control
+from echelon.distributed.record.log import log_hyperparameters
 from echelon.distributed.setup import cleanup
 from echelon.distributed.uncompiled import uncompiled_methods
 from echelon.engines.base import Engine
@@ -192,6 +193,8 @@ class Accelerator(ProcessMembers):
         self._tracking = Tracking(log_with, project)
         self.checkpoints = Checkpoints(self.session)
         self._triggered = False
+        state, capabilities = self.session.gradient_state, self.session.capabilities
+        record_settings(self.session.config, engine=capabilities.name, accumulation=state.num_steps)
         self._announce()
 
     def _announce(self) -> None:
@@ -583,6 +586,7 @@ class Accelerator(ProcessMembers):
     init_trackers = delegate(Tracking.init_trackers, "_tracking")
     get_tracker = delegate(Tracking.get_tracker, "_tracking")
     log = delegate(Tracking.log, "_tracking")
+    log_hyperparameters = staticmethod(log_hyperparameters)
 
     def end_training(self) -> None:
         """Finish the trackers and end the process group. Collective."""

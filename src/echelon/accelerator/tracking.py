@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echelon.accelerator.plugins.project_configuration import ProjectConfiguration
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
+from echelon.config.origin import SettingSource
+from echelon.config.resolve import Resolved
+from echelon.config.schema import RunConfig, field_names
 from echelon.config.variables import library_variable as library_variable
 from echelon.distributed.record.recorder import recorder_of_process
+from echelon.status.hyperparameters import Group, plain_hyperparameters
 from echelon.trackers.base import GeneralTracker
 from echelon.trackers.jsonl import JSONLTracker
 from echelon.trackers.registry import filter_trackers, tracker_class
@@ -42,7 +46,7 @@ class Tracking:
 
         Args:
             project_name: name of the experiment.
-            config: settings to store with the experiment.
+            config: settings to store with the experiment, which the run's folder records, too (``log_hyperparameters``).
             init_kwargs: additional arguments for tracker initialization, by tracker name.
 
         Raises:
@@ -59,6 +63,7 @@ class Tracking:
         for tracker in new:
             tracker.start()
         if config is not None:
+            record_hyperparameters("logged", config)
             for tracker in new:
                 tracker.store_init_configuration(dict(config))
 
@@ -135,6 +140,20 @@ def record_values(values: Mapping[str, Any], *, step: int | None, epoch: float |
     recorder = recorder_of_process()
     if recorder is not None:
         recorder.log(values, step=step, epoch=epoch)
+
+
+def record_hyperparameters(group: Group, values: Mapping[str, Any], *, defaults: Sequence[str] = ()) -> None:
+    """Record values of any types in the run's folder, on rank zero; see ``ProcessRecorder.log_hyperparameters``."""
+    recorder = recorder_of_process()
+    if recorder is not None:
+        recorder.log_hyperparameters(group, plain_hyperparameters(values), defaults=defaults)
+
+
+def record_settings(config: Resolved[RunConfig], *, engine: str, accumulation: int) -> None:
+    """Record the settings that decide what an update computes, and those that the script sets in its code."""
+    of_code = [name for name in field_names(RunConfig) if config.origins[name].source is SettingSource.CODE]
+    settings = {name: getattr(config.value, name) for name in ("mixed_precision", "parity", *of_code)}
+    record_hyperparameters("training", {**settings, "gradient_accumulation_steps": accumulation, "engine": engine})
 
 
 def _name_of(kind: Any) -> str:

@@ -163,7 +163,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     machine = "" if plan is None else f"{plan.info.host}-{plan.info.uid[:4]}-"
     with run_folder(
         flags["log_dir"],
-        script=script,
+        name=flags["name"] or script.name,
         machine=machine,
         is_recorded=not (flags["no_record"] or is_recording_off()),
         began_ns=began_ns,
@@ -175,6 +175,8 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
             arguments=script.args,
             num_processes=processes.number * machines.number,
             num_machines=machines.number,
+            name=flags["name"],
+            tags=flags["tag"],
         )
         rules = RunRules(
             max_restarts=flags["max_restarts"],

@@ -23,7 +23,9 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     for option in _options():
         names = [*option.opts, *(f"--{name[2:].replace('-', '_')}" for name in option.opts if name.startswith("--"))]
-        action: dict[str, Any] = {"action": "store_true"} if option.is_flag else {}
+        action: dict[str, Any] = {
+            "action": "store_true" if option.is_flag else "append" if option.multiple else "store"
+        }
         parser.add_argument(*dict.fromkeys(names), dest=option.name, default=None, **action)
     parser.add_argument("training_script", metavar="SCRIPT")
     parser.add_argument("training_script_args", metavar="ARGS", nargs=argparse.REMAINDER)
@@ -43,7 +45,8 @@ def launch_command(args: argparse.Namespace) -> None:
         if value is None or value is False:
             continue
         name = max(option.opts, key=len)
-        argv += [name] if option.is_flag else [f"{name}={value}"]
+        values = value if option.multiple else [value]
+        argv += [name] if option.is_flag else [f"{name}={one}" for one in values]
     try:
         main([*argv, args.training_script, *args.training_script_args])
     except SystemExit as end:

@@ -265,6 +265,17 @@ GROUPS: Mapping[str, Sequence[click.Option]] = MappingProxyType(
         ),
         "Output and diagnosis": (
             _valued("--log-dir", metavar="DIR", help="Write each rank's output to a new folder below DIR."),
+            _valued(
+                "--name",
+                metavar="TEXT",
+                help="Name of the run in its folder's name, in echelon runs and in the report (default: the script's).",
+            ),
+            _Plain(
+                ["--tag"],
+                metavar="TEXT",
+                multiple=True,
+                help="Word that echelon runs ls shows, and --tag there selects; repeatable.",
+            ),
             _switch(
                 "--no-record",
                 help="Do not record the run (default: its settings, events, metrics and step times are written to a folder"

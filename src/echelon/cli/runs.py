@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from echelon.base.errors import UsageError
-from echelon.base.messages.terminal import align_columns, pad
+from echelon.base.messages.terminal import align_columns, has_colour, pad
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_folders, complete_runs
@@ -34,37 +37,82 @@ def command() -> None:
 
 @command.command("ls")
 @click.argument("folder", metavar="[FOLDER]", default=DEFAULT_PARENT, shell_complete=complete_folders)
+@click.option(
+    "--sort", metavar="METRIC", help="Sort by the last value of a metric, largest last (default: by time, newest last)."
+)
+@click.option("--tag", "tags", metavar="TEXT", multiple=True, help="List only runs with this tag; repeatable.")
 @click.option("--json", "is_json", is_flag=True, help="Print JSON.")
-def list_runs(folder: str, is_json: bool) -> None:
-    """List the runs in FOLDER, oldest first: when, what, how far, and how they ended."""
-    from echelon.report.comparison import commit, duration_s, format_duration, format_time, steps_text  # noqa: PLC0415 - imports numpy
-    from echelon.report.step_series import last_step  # noqa: PLC0415
+def list_runs(folder: str, sort: str | None, tags: tuple[str, ...], is_json: bool) -> None:
+    """List the runs in FOLDER, newest last: when, what, how far, and how they ended.
 
+    "last loss" is the training loss of the last step, mean over the ranks. METRIC is loss, or a metric that the program logs,
+    such as eval_accuracy.
+    """
     find_run(folder)
-    rows: list[dict[str, Any]] = []
-    for path in runs_below(folder) or [find_run(folder)]:
-        run = read_run(path)
-        step, loss = last_step(run)
-        rows.append(
-            {
-                "run": run.name,
-                "began": run.facts.get("began"),
-                "duration_s": duration_s(run),
-                "ranks": run.facts.get("num_processes"),
-                "step": step,
-                "resumed_at": run.resumed_at,
-                "loss": loss,
-                "outcome": run.outcome,
-                "commit": None if commit(run) == "-" else commit(run),
-                "script": run.facts.get("script"),
-                "arguments": run.facts.get("arguments"),
-            }
+    runs = [read_run(path) for path in runs_below(folder) or [find_run(folder)]]
+    rows = [_row(run, sort) for run in runs if set(tags) <= set(run.tags)]
+    if tags and not rows:
+        known = sorted({tag for run in runs for tag in run.tags})
+        raise UsageError(
+            _("no run in {folder} has the tag {tags}", folder=folder, tags=" ".join(tags)),
+            where=_("flag {name}", name="--tag"),
+            do=_("use one of these: {names}", names=", ".join(known))
+            if known
+            else _("give runs tags: echelon launch --tag TEXT"),
         )
+    if sort is not None:
+        _check_metric(sort, rows, runs)
+        rows.sort(key=lambda row: -math.inf if row[sort] is None or math.isnan(row[sort]) else row[sort])
     if is_json:
         click.echo(dumps(rows, indent=2))
         return
-    head = (N_("run"), N_("began"), N_("took"), N_("ranks"), N_("steps"), N_("last loss"), N_("ended"), N_("commit"))
-    table = [(*map(_, head), _("script and arguments"))]
+    _print_runs(rows, sort)
+
+
+def _row(run: RecordedRun, sort: str | None) -> dict[str, Any]:
+    from echelon.report.comparison import commit, duration_s, last_metrics  # noqa: PLC0415 - imports numpy
+    from echelon.report.step_series import last_step  # noqa: PLC0415
+
+    step, loss = last_step(run)
+    metrics = last_metrics(run)
+    row = {
+        "run": run.name,
+        "name": run.facts.get("name"),
+        "tags": run.tags,
+        "began": run.facts.get("began"),
+        "duration_s": duration_s(run),
+        "ranks": run.facts.get("num_processes"),
+        "step": step,
+        "resumed_at": run.resumed_at,
+        "loss": metrics.get("loss") if loss is None else loss,
+        "outcome": run.outcome,
+        "commit": None if commit(run) == "-" else commit(run),
+        "script": run.facts.get("script"),
+        "arguments": run.facts.get("arguments"),
+    }
+    return row if sort is None or sort == "loss" else {**row, sort: metrics.get(sort)}
+
+
+def _check_metric(sort: str, rows: Sequence[dict[str, Any]], runs: Sequence[RecordedRun]) -> None:
+    """Raise UsageError if no run has the metric."""
+    from echelon.report.comparison import last_metrics  # noqa: PLC0415 - imports numpy
+
+    if all(row[sort] is None for row in rows):
+        known = list(dict.fromkeys(["loss", *(name for run in runs for name in last_metrics(run))]))
+        raise UsageError(
+            _("no run has a metric {name!r}", name=sort),
+            where=_("flag {name}", name="--sort"),
+            do=_("use one of these: {names}", names=", ".join(known)),
+        )
+
+
+def _print_runs(rows: Sequence[dict[str, Any]], sort: str | None) -> None:
+    from echelon.report.comparison import format_duration, format_time, steps_text  # noqa: PLC0415 - imports numpy
+
+    has_tags, has_metric = any(row["tags"] for row in rows), sort not in (None, "loss")
+    head = [N_("run"), N_("began"), N_("took"), N_("ranks"), N_("steps"), N_("last loss"), N_("ended"), N_("commit")]
+    titles = [*map(_, head), *([str(sort)] if has_metric else []), *([_("tags")] if has_tags else [])]
+    table = [(*titles, _("script and arguments"))]
     for row in rows:
         arguments = shlex.join(map(str, row["arguments"] or []))
         table.append(
@@ -74,15 +122,26 @@ def list_runs(folder: str, is_json: bool) -> None:
                 format_duration(row["duration_s"]),
                 _text(row["ranks"]),
                 steps_text(row["step"], resumed_at=row["resumed_at"]),
-                "-" if row["loss"] is None else f"{row['loss']:.4g}",
+                _number(row["loss"]),
                 _(row["outcome"]),
                 row["commit"] or "-",
+                *([_number(row[str(sort)])] if has_metric else []),
+                *([" ".join(row["tags"]) or "-"] if has_tags else []),
                 f"{row['script'] or '-'} {arguments}".rstrip(),
             )
         )
-    _print_table(table)
-    if any("+" in row[7] for row in table):
+    in_colour = has_colour(sys.stdout)
+    lines = _table_lines(table)
+    for line, style in zip(lines, ["", *(_STYLES.get(row["outcome"], "") for row in rows)], strict=True):
+        click.echo(f"{style}{line}{_RESET}" if in_colour and style else line, color=True)
+    if any(row["commit"] and "+" in row["commit"] for row in rows):
         click.echo("\n" + _("+ after a commit: there were uncommitted changes"))
+
+
+_RESET, _RED, _GREEN = "\x1b[0m", "\x1b[31m", "\x1b[32m"
+_STYLES = MappingProxyType(
+    {"failed": _RED, "ended without a record": _RED, "interrupted": "\x1b[33m", "running": _GREEN}
+)
 
 
 @command.command("show")
@@ -154,7 +213,9 @@ def compare(folders: tuple[str, ...]) -> None:
 
 def _translated(fact: ComparedFact) -> tuple[str, tuple[str, ...]]:
     """Return the name and the values in the user's language, unless they are names in the program."""
-    if fact.group in ("versions", "settings"):
+    from echelon.report.comparison import AS_IS  # noqa: PLC0415 - imports numpy
+
+    if fact.group in AS_IS:
         return fact.name, fact.values
     return _(fact.name), tuple(map(_, fact.values)) if fact.group == "results" else fact.values
 
@@ -169,6 +230,14 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    for line in align_columns([[printable(cell) for cell in row] for row in rows]):
+    for line in _table_lines(rows):
         click.echo(line)
+
+
+def _table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    return align_columns([[printable(cell) for cell in row] for row in rows])

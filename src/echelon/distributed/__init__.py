@@ -12,7 +12,7 @@ from echelon.distributed.collectives import (
 )
 from echelon.distributed.control import agree, barrier, main_first, rank_zero_only
 from echelon.distributed.preemption import should_stop
-from echelon.distributed.record.log import log
+from echelon.distributed.record.log import log, log_hyperparameters
 from echelon.distributed.setup import cleanup, process_group, setup
 from echelon.distributed.shard import ShardedLoader, shard
 from echelon.launch.spawn import spawn
@@ -27,6 +27,7 @@ __all__ = [
     "gather",
     "gather_object",
     "log",
+    "log_hyperparameters",
     "main_first",
     "mean_over_ranks",
     "pad_across_processes",

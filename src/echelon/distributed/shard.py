@@ -31,6 +31,8 @@ from echelon.distributed.checks.loader_agreement import gather_loader_facts
 from echelon.distributed.checks.ungathered_metrics import DatasetAccess, UngatheredMetricsCheck
 from echelon.distributed.collectives import broadcast
 from echelon.distributed.division import slice_range
+from echelon.distributed.record.log import record_object
+from echelon.distributed.record.object_facts import loader_facts
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.structure import ignorant_find_batch_size
 
@@ -102,6 +104,7 @@ def shard(
                 where=str(line),
                 do=f"remove {', '.join(named)}, or the loader's own sharding",
             )
+        record_object("dataloader", loader_facts(loader, total_batch_size=None))
         return ShardedLoader(loader, PreshardedBatches(loader), first_pass=facts.first_pass(line, reads_own=True))
     if isinstance(loader.dataset, IterableDataset):
         raise UsageError(
@@ -136,6 +139,7 @@ def shard(
         even=not isinstance(loader.sampler, SequentialSampler) if even is None else even,
         drop_last=loader.drop_last if drop_last is None else drop_last,
     )
+    record_object("dataloader", loader_facts(loader, total_batch_size=loader.batch_size * facts.world_size))
     return ShardedLoader(loader, sampler, first_pass=facts.first_pass(line, reads_own=False))
 
 

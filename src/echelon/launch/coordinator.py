@@ -592,7 +592,8 @@ class Coordinator:
         if stall is None or not stall.is_alarm:
             return
         culprit = next(iter(stall.culprits or stall.ranks), None)
-        self._rules.record.event("stall", stall.what, rank=culprit, step=generation.last_step())
+        report = {"what": stall.what, "where": "\n".join(stall.lines()), "do": stall.do}
+        self._rules.record.event("stall", stall.what, rank=culprit, step=generation.last_step(), report=report)
         if self._rules.stall.on_stall == "report":
             return
         failed_ns = time.monotonic_ns() - int(stall.waited_s * 1e9)
@@ -663,6 +664,7 @@ class Coordinator:
             rank=first.rank,
             step=generation.last_step(),
             at_ns=noticed_ns if failed_ns is None else failed_ns,
+            report={"what": what, "where": where, "do": do},
         )
         error = str(LaunchError(what, where=where, do=do))
         culprit = generation.member_of(first.rank)

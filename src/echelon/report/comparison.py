@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from echelon.base.errors import ConfigError
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.config.origin import SettingSource
@@ -18,11 +20,18 @@ from echelon.config.schema import RunConfig, field_names
 from echelon.diagnose.goodput import goodput_of
 from echelon.report.run_folder import RecordedRun
 from echelon.report.step_series import StepSeries
+from echelon.status.hyperparameters import Hyperparameter
 
 UNKNOWN = "-"
 NO_GOODPUT = N_("not measured (no training loop recorded)")
 
 
+HYPERPARAMETER_GROUPS = MappingProxyType(
+    {"logged": N_("hyperparameters"), "training": N_("training"), "arguments": N_("training arguments")}
+)
+_GROUPS = ["results", *HYPERPARAMETER_GROUPS.values(), "command", "code", "machine", "versions", "settings"]
+AS_IS = frozenset({"versions", "settings", *HYPERPARAMETER_GROUPS.values()})
+"""Groups whose names and values are names in programs, which are not translated."""
 _MACHINE_FACTS = MappingProxyType({"num_cores": "CPU cores", "memory_mb": "memory (MB)"})
 
 
@@ -42,30 +51,36 @@ class ComparedFact:
 
 
 def compare_runs(runs: Sequence[RecordedRun], series: Sequence[StepSeries | None]) -> list[ComparedFact]:
-    """Return the results of the runs, and what differs between them: command, commit, machine, versions and settings."""
+    """Return the results of the runs, and what differs between them: hyperparameters, command, commit, machine, versions, settings."""
     tables = [_facts(run, one) for run, one in zip(runs, series)]
     rows = []
+    defaults = [_defaults_of(run) for run in runs]
     for group, name in dict.fromkeys(key for table in tables for key in table):
+        # Of two Trainers' runs, what differs; beside another run, not the Trainer's hundred defaults.
+        if all((group, name) in known for known, table in zip(defaults, tables) if (group, name) in table):
+            continue
         row = ComparedFact(group=group, name=name, values=tuple(table.get((group, name), UNKNOWN) for table in tables))
         if group == "results" or not row.is_equal:
             rows.append(row)
-    order = ["results", "command", "code", "machine", "versions", "settings"]
-    return sorted(rows, key=lambda row: order.index(row.group))
+    return sorted(rows, key=lambda row: _GROUPS.index(row.group))
 
 
 def describe_run(run: RecordedRun, series: StepSeries | None) -> list[ComparedFact]:
-    """Return the facts about one run, without those that are unknown and without settings that have their default values."""
+    """Return the facts about one run, without those that are unknown, and without settings and arguments that have their defaults."""
     settings = settings_of(run)
+    defaults = _defaults_of(run)
     origins = {} if isinstance(settings, str) else settings.origins
     rows = []
     for (group, name), text in _facts(run, series).items():
+        if (group, name) in defaults:
+            continue
         if group == "settings":
             if origins[name].source is SettingSource.DEFAULT:
                 continue
             text = f"{text} ({origins[name]})"
         if text != UNKNOWN:
             rows.append(ComparedFact(group=group, name=name, values=(text,)))
-    return rows
+    return sorted(rows, key=lambda row: _GROUPS.index(row.group))
 
 
 def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
@@ -90,7 +105,27 @@ def results(run: RecordedRun, series: StepSeries | None) -> dict[str, str]:
             not_finite_from=series.not_finite_from,
         )
     # A metric that is nan is known, unlike the numbers above.
-    return found | {name: _significant(value) for name, value in last_metrics(run).items()}
+    return found | {name: _significant(value) for name, value in other_metrics(run, series).items()}
+
+
+def other_metrics(run: RecordedRun, series: StepSeries | None) -> dict[str, float]:
+    """Return the last values of the logged metrics without those that the step records contain, too, and without FLOPs of 0."""
+    metrics = last_metrics(run)
+    if not metrics.get("total_flos", 1.0):  # the Trainer cannot count those of this model
+        del metrics["total_flos"]
+    return {name: value for name, value in metrics.items() if name not in recorded_twice(series)}
+
+
+def recorded_twice(series: StepSeries | None) -> set[str]:
+    """Return the names of metrics that programs log and that are in the step records, too."""
+    if series is None:
+        return set()
+    columns = {
+        ("loss",): series.loss.mean,
+        ("learning_rate", "lr"): series.lr,
+        ("grad_norm",): series.grad_norm.mean,
+    }
+    return {name for names, column in columns.items() if not np.isnan(column).all() for name in names}
 
 
 def steps_text(step: int | None, *, resumed_at: int | None) -> str:
@@ -165,7 +200,10 @@ def _facts(run: RecordedRun, series: StepSeries | None) -> dict[tuple[str, str],
     found = {("results", name): text for name, text in results(run, series).items()}
     git: Mapping[str, Any] = facts.get("git") or {}
     machine: Mapping[str, Any] = facts.get("machine") or {}
+    found |= {(_group_of(one), one.name): hyperparameter_text(one.value) for one in run.hyperparameters}
     found |= {
+        ("command", "name"): str(facts.get("name") or UNKNOWN),
+        ("command", "tags"): ", ".join(run.tags) or UNKNOWN,
         ("command", "script"): str(facts.get("script") or UNKNOWN),
         ("command", "arguments"): shlex.join(map(str, facts.get("arguments") or [])) or UNKNOWN,
         ("command", "command"): command_line(run),
@@ -182,6 +220,19 @@ def _facts(run: RecordedRun, series: StepSeries | None) -> dict[tuple[str, str],
     if not isinstance(settings, str):
         found |= {("settings", name): repr(getattr(settings.value, name)) for name in field_names(RunConfig)}
     return found
+
+
+def _group_of(one: Hyperparameter) -> str:
+    return HYPERPARAMETER_GROUPS[one.group]
+
+
+def _defaults_of(run: RecordedRun) -> set[tuple[str, str]]:
+    return {(_group_of(one), one.name) for one in run.hyperparameters if one.is_default}
+
+
+def hyperparameter_text(value: object) -> str:
+    """Return a hyperparameter's value as Python writes it, but a text without quotes."""
+    return value if isinstance(value, str) and value else repr(value)
 
 
 def _restarts(run: RecordedRun) -> str:

@@ -16,7 +16,16 @@ from typing import Any
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.config.run_record import RUN_FILE as CONFIG_FILE
-from echelon.status.run_files import DEFAULT_PARENT, EVENTS_FILE, INFO_FILE, METRICS_FILE, read_info, read_lines
+from echelon.status.hyperparameters import Hyperparameter, read_hyperparameters
+from echelon.status.run_files import (
+    DEFAULT_PARENT,
+    EVENTS_FILE,
+    HYPERPARAMETERS_FILE,
+    INFO_FILE,
+    METRICS_FILE,
+    read_info,
+    read_lines,
+)
 
 _GOODPUT_FILE = "goodput.jsonl"
 _STEPS = re.compile(r"rank_(\d+)\.steps")
@@ -26,7 +35,8 @@ def find_run(folder: str | Path | None = None) -> Path:
     """Return the folder of a run: ``folder`` itself, or the newest run directly below it.
 
     Args:
-        folder: a run's folder, a parent of such folders, or the name of a run in ``./echelon-runs``; None: ``./echelon-runs``.
+        folder: a run's folder, a parent of such folders, or, in ``./echelon-runs``, the name of a folder or the ``--name`` of runs,
+            of which the newest is returned; None: ``./echelon-runs``.
 
     Raises:
         UsageError: there is no run.
@@ -34,6 +44,9 @@ def find_run(folder: str | Path | None = None) -> Path:
     path = Path(DEFAULT_PARENT if folder is None else folder)
     if not path.exists() and (Path(DEFAULT_PARENT) / path).is_dir():
         path = Path(DEFAULT_PARENT) / path
+    if folder is not None and not path.exists():
+        named = [one for one in runs_below(DEFAULT_PARENT) if _read_info(one).get("name") == str(folder)]
+        path = named[-1] if named else path
     if _is_run(path):
         return path
     if newest := runs_below(path):
@@ -102,6 +115,17 @@ class RecordedRun:
         return self.folder.resolve().name
 
     @property
+    def title(self) -> str:
+        """The name that the user has given the run, or else its folder's name."""
+        return str(self.facts.get("name") or self.name)
+
+    @property
+    def tags(self) -> list[str]:
+        """The words that the user has given the run."""
+        tags = self.facts.get("tags")
+        return [str(tag) for tag in tags] if isinstance(tags, list) else []
+
+    @property
     def outcome(self) -> str:
         """How the run ended, or "running"; "ended without a record" if its launcher was killed; "unknown" without run.json."""
         outcome = str(self.facts.get("outcome") or "unknown")
@@ -115,6 +139,11 @@ class RecordedRun:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl."""
         return [line for line in read_lines(self.folder / METRICS_FILE) if isinstance(line.get("values"), dict)]
+
+    @cached_property
+    def hyperparameters(self) -> list[Hyperparameter]:
+        """What the run was run with, as ``hyperparameters.jsonl`` says."""
+        return read_hyperparameters(read_lines(self.folder / HYPERPARAMETERS_FILE))
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:

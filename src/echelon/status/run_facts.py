@@ -84,6 +84,34 @@ def mask_secrets(words: Sequence[str]) -> list[str]:
     return masked
 
 
+def mask_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return JSON values by name, also nested ones, with ``***`` for those whose names suggest a secret, and secrets in texts.
+
+    The number of a name such as ``pad_token_id`` or ``key_dim``, which ends in another word, is kept.
+    """
+    return {name: _HIDDEN if _hides(name, value) else _mask_value(value) for name, value in values.items()}
+
+
+def _hides(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return False
+    is_number = isinstance(value, (int, float))
+    return _is_secret((_NAME_PARTS.findall(name) or [""])[-1] if is_number else name)
+
+
+def _mask_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return mask_values(value)
+    if isinstance(value, list):
+        return [_mask_value(item) for item in value]
+    return mask_text(value) if isinstance(value, str) else value
+
+
+def mask_text(text: str) -> str:
+    """Return ``text``, of any number of lines, with ``***`` for values that it names as secrets and for well-known kinds of tokens."""
+    return "\n".join(map(_masked, text.split("\n")))
+
+
 def _masked(word: str) -> str:
     found = _ASSIGNMENT.fullmatch(word)
     if found is not None:
@@ -95,6 +123,8 @@ def _masked(word: str) -> str:
 
 
 def _is_secret(name: str) -> bool:
+    if name.endswith(("Error", "Exception")):  # KeyError: 'labels'
+        return False
     parts = [part.lower().rstrip("0123456789") for part in _NAME_PARTS.findall(name)]
     return any(part in _SECRET_PARTS or part.endswith(_SECRET_ENDS) for part in parts)
 

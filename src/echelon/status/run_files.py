@@ -1,7 +1,8 @@
 """The files in a run's folder: their names, and functions that read and write them.
 
-``run.json`` describes the run, ``metrics.jsonl`` has the values that the program logs, ``events.jsonl`` what happened to the run,
-and ``records/<attempt>/rank_<rank>.steps`` the step records of each rank. docs/run_folder.md lists the fields.
+``run.json`` describes the run, ``hyperparameters.jsonl`` says what the program was run with, ``metrics.jsonl`` has the values that
+it logs, ``events.jsonl`` what happened to the run, and ``records/<attempt>/rank_<rank>.steps`` the step records of each rank.
+docs/run_folder.md lists the fields.
 
 A run may be killed at any time. Therefore ``run.json`` is replaced as a whole, a line of the other files is a single write, and
 readers ignore a last line without an end.
@@ -22,6 +23,7 @@ DEFAULT_PARENT = "echelon-runs"
 """Folder, in the current one, for the folders of runs that have no ``--log_dir``."""
 INFO_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
+HYPERPARAMETERS_FILE = "hyperparameters.jsonl"
 EVENTS_FILE = "events.jsonl"
 
 _VERSION = 1
@@ -72,8 +74,12 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 def event_texts(text: str) -> dict[str, str]:
     """Return the first line of ``text`` as fields of an event: in English and, by its code, in the user's language."""
-    texts = {"text": str(in_english(text))} | ({language() or "": text} if isinstance(text, Translated) else {})
-    return {name: one.partition("\n")[0] for name, one in texts.items()}
+    return {name: one.partition("\n")[0] for name, one in whole_texts(text).items()}
+
+
+def whole_texts(text: str) -> dict[str, str]:
+    """Return ``text`` as fields that ``event_text`` reads: in English and, by its code, in the user's language."""
+    return {"text": str(in_english(text))} | ({language() or "": str(text)} if isinstance(text, Translated) else {})
 
 
 def event_text(event: Mapping[str, Any]) -> str:

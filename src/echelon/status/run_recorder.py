@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, final
 from echelon.base.messages.terminal import say
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.status.run_facts import GitQuery, machine_facts, mask_secrets, package_versions
-from echelon.status.run_files import EVENTS_FILE, append_line, event_texts, write_info
+from echelon.status.run_files import EVENTS_FILE, append_line, event_texts, whole_texts, write_info
 
 EventKind: TypeAlias = Literal["start", "restart", "failure", "stall", "straggler", "preemption", "end"]
 RunOutcome: TypeAlias = Literal["succeeded", "failed", "preempted", "interrupted"]
@@ -77,6 +77,8 @@ class RunRecorder:
         num_machines: int,
         launcher: str = "echelon launch",
         run_id: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
     ) -> None:
         """Record what is known before the processes start.
 
@@ -88,11 +90,15 @@ class RunRecorder:
             num_machines: number of machines.
             launcher: what started the processes.
             run_id: the run's name, which is the same on all machines (default: the folder's name).
+            name: the name that the user has given it.
+            tags: words that the user has given it.
         """
         if self.folder is None:
             return
         self._info = {
             "run_id": run_id or self.folder.name,
+            "name": name,
+            "tags": [*tags],
             "launcher": launcher,
             "command": mask_secrets(command),
             "script": script,
@@ -155,7 +161,14 @@ class RunRecorder:
         self.event("start" if is_first else "restart", text)
 
     def event(
-        self, kind: EventKind, text: str, *, rank: int | None = None, step: int | None = None, at_ns: int | None = None
+        self,
+        kind: EventKind,
+        text: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        at_ns: int | None = None,
+        report: Mapping[str, str] | None = None,
     ) -> None:
         """Record an event.
 
@@ -165,6 +178,7 @@ class RunRecorder:
             rank: the rank that it concerns.
             step: the last optimizer step before it.
             at_ns: ``time.monotonic_ns()`` of the event; None for the current time.
+            report: ``what``, ``where`` and ``do`` of the message that the launcher prints.
         """
         if self.folder is None:
             return
@@ -176,6 +190,7 @@ class RunRecorder:
             "rank": rank,
             "step": step,
             **event_texts(text),
+            **({"report": {name: whole_texts(part) for name, part in report.items()}} if report else {}),
         }
         try:
             append_line(self.folder / EVENTS_FILE, record)

@@ -17,13 +17,14 @@ from echelon.accelerator.checkpoint.folders import same_on_all_ranks
 from echelon.accelerator.memory import clear_device_cache
 from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
+from echelon.accelerator.tracking import record_hyperparameters
 from echelon.accelerator.update.step_timing import record_planned_steps
 from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import SaveStrategy
-from echelon.trainer.arguments.training_arguments import resolve_path
+from echelon.trainer.arguments.training_arguments import recorded_arguments, resolve_path
 from echelon.trainer.build_accelerator import accumulation_options, data_seed, set_seeds
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
@@ -225,6 +226,8 @@ class TrainingRun:
         Collective: call on every rank.
         """
         trainer, session = self._trainer, self._session
+        arguments, defaults = recorded_arguments(trainer.args)
+        record_hyperparameters("arguments", arguments, defaults=defaults)
         if trainer.accelerator.parity == "off":
             loader = trainer.get_train_dataloader()
         else:
@@ -268,6 +271,8 @@ class TrainingRun:
             accumulation=size.accumulation_steps,
             num_parameters=trainer.get_num_trainable_parameters(),
         )
+        totals = {"max_steps": plan.max_steps, "total_train_batch_size": plan.total_train_batch_size}
+        record_hyperparameters("training", totals)
         self._begin_loop(loader)
 
     def init_state(

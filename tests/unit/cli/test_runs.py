@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,68 @@ def test_runs_compare_names_what_differs(runs: Path, capsys: pytest.CaptureFixtu
     (runs / "two").rename(runs.parent / "elsewhere")
     assert "contains one run, and a comparison needs two" in _echelon(capsys, "runs", "compare", code=2)
     assert "absent is not a folder" in _echelon(capsys, "runs", "compare", "absent", code=2)
+
+
+def _log_hyperparameters(folder: Path, **values: Any) -> None:
+    append_line(folder / "hyperparameters.jsonl", {"group": "logged", "values": values})
+
+
+def test_hyperparameters_are_shown_and_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, lr in (("one", 1e-2), ("two", 3e-3)):
+        _log_hyperparameters(runs / name, lr=lr, width=8)
+        line = {"group": "arguments", "values": {"num_train_epochs": 20, "seed": 42}, "defaults": ["seed"]}
+        append_line(runs / name / "hyperparameters.jsonl", line)
+    shown = _echelon(capsys, "runs", "show")
+    assert re.search(
+        r"\nhyperparameters\n  lr +0.003\n  width +8\n\ntraining arguments\n  num_train_epochs +20\n\n", shown
+    )
+    compared = _echelon(capsys, "runs", "compare")
+    assert re.search(r"\nhyperparameters\n \* lr +0.01 +0.003\ncommand\n", compared)
+    # Beside a run without a Trainer, its arguments are listed, but not those that have their defaults.
+    (runs / "one" / "hyperparameters.jsonl").unlink()
+    assert re.search(
+        r"\ntraining arguments\n \* num_train_epochs +- +20\ncommand\n", _echelon(capsys, "runs", "compare")
+    )
+
+
+def test_runs_ls_sorts_by_a_metric_and_selects_tags(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("echelon-runs"), "three", num_steps=9, began=1_790_019_000.0, facts={"tags": ["wide", "try"]})
+    for name, value in (("one", 0.9), ("two", 0.25), ("three", math.nan)):
+        append_line(runs / name / "metrics.jsonl", {"time": 2e9, "step": 1, "values": {"eval_accuracy": value}})
+
+    def names(*flags: str) -> list[str]:
+        return [row["run"] for row in json.loads(_echelon(capsys, "runs", "ls", "--json", *flags))]
+
+    assert names() == ["one", "two", "three"]
+    assert names("--sort", "eval_accuracy") == ["three", "two", "one"]
+    assert names("--tag", "try", "--tag", "wide") == ["three"]
+    head, *rows = _echelon(capsys, "runs", "ls", "--sort", "eval_accuracy").splitlines()
+    assert "eval_accuracy  tags" in head
+    assert "wide try" in rows[0]
+    error = _echelon(capsys, "runs", "ls", "--sort", "accuracy", code=2)
+    assert "no run has a metric 'accuracy'" in error
+    assert "use one of these: loss, eval_accuracy" in error
+    assert "use one of these: try, wide" in _echelon(capsys, "runs", "ls", "--tag", "narrow", code=2)
+
+
+def test_a_run_is_found_by_its_name(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, began in (("three", 1.790_019e9), ("four", 1.790_029e9)):
+        write_run(Path("echelon-runs"), folder, num_steps=9, began=began, facts={"name": "wide net"})
+    assert _echelon(capsys, "report", "wide net") == f"report: {runs / 'four' / 'report.html'}\n"
+
+
+def test_failed_runs_are_red_on_a_terminal(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _, one, two, *_ = _echelon(capsys, "runs", "ls").splitlines()
+    assert (one.startswith("\x1b"), two.startswith("\x1b[31m"), two.endswith("\x1b[0m")) == (False, True, True)
+    monkeypatch.delenv("FORCE_COLOR")
+    assert "\x1b" not in _echelon(capsys, "runs", "ls")  # not a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in _echelon(capsys, "runs", "ls")
 
 
 def test_report_writes_a_page_and_prints_its_path(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

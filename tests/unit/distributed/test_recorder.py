@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import multiprocessing
 from collections.abc import Iterator
@@ -19,15 +20,17 @@ from torch.utils.data import DataLoader, TensorDataset
 import echelon.distributed as ed
 from echelon import Accelerator
 from echelon.base import environ
+from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.distributed.record.device_values import DeviceValues
 from echelon.distributed.record.recorder import ProcessRecorder, recorder_of_process
 from echelon.distributed.record.run_place import RunWithoutLauncher
+from echelon.report.run_folder import read_run
 from echelon.status import run_recorder, step_records
 from echelon.status.notes import notes_of_process
 from echelon.status.run_files import read_info, read_lines, steps_path
 from echelon.status.step_records import StepFile, StepRecorder, read_step_file
-from echelon.trainer import Trainer
+from echelon.trainer import Trainer, TrainingArguments
 from echelon.world.launch_variables import NO_RECORD_VARIABLE, RECORD_VARIABLE
 from tests.trainer_models import DATA, Line, arguments
 
@@ -223,6 +226,87 @@ def test_level_3_records_steps_and_logs(tmp_path: Path) -> None:
     assert lines[0]["values"].keys() >= {"loss", "grad_norm", "learning_rate"}
     assert lines[0]["epoch"] > 0
     assert "train_runtime" in lines[-1]["values"]
+
+
+def _hyperparameters(folder: Path, group: str = "training") -> dict[str, Any]:
+    return {one.name: one.value for one in read_run(folder).hyperparameters if one.group == group}
+
+
+def test_level_1_records_what_it_trains_with(tmp_path: Path) -> None:
+    with recording(tmp_path), ed.process_group(0, 1, backend="gloo"):
+        ed.log_hyperparameters({"lr": 0.5, "model": {"api_key": "abc"}})
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        for x, y in ed.shard(DataLoader(TensorDataset(*SAMPLES), batch_size=4)):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert _hyperparameters(tmp_path, "logged") == {"lr": 0.5, "model.api_key": "***"}
+    assert {
+        "optimizer.class": "SGD",
+        "optimizer.lr": 0.5,
+        "optimizer.momentum": 0.9,
+        "optimizer.num_trainable_parameters": 3,
+        "dataloader.dataset_length": 12,
+        "dataloader.batch_size": 4,
+    }.items() <= _hyperparameters(tmp_path).items()
+    assert len(read_lines(tmp_path / "hyperparameters.jsonl")) == 3  # once, not at each step
+
+
+def test_level_2_records_what_it_trains_with(tmp_path: Path) -> None:
+    with recording(tmp_path):
+        _train(mixed_precision="bf16")
+        accelerator = Accelerator(cpu=True)
+        accelerator.init_trackers("name", config={"width": 4, "function": _train, "wandb_api_key": "abc"})
+        accelerator.log_hyperparameters({"width": 8})
+        with pytest.raises(UsageError, match="hyperparameter 'x' is of type Tensor"):
+            accelerator.log_hyperparameters({"x": torch.zeros(1)})
+    assert _hyperparameters(tmp_path, "logged") == {"width": 8, "function": "function", "wandb_api_key": "***"}
+    assert {
+        "mixed_precision": "no",  # of the second Accelerator
+        "optimizer.class": "AdamW",
+        "optimizer.lr": 0.01,
+        "model.num_parameters": 17,
+        "model.num_trainable_parameters": 17,
+        "dataloader.dataset_length": 12,
+        "dataloader.batch_size": 2,
+        "dataloader.total_batch_size": 2,
+    }.items() <= _hyperparameters(tmp_path).items()
+    first = read_lines(tmp_path / "hyperparameters.jsonl")[0]["values"]
+    assert (first["mixed_precision"], first["gradient_accumulation_steps"]) == ("bf16", 2)
+
+
+def test_a_second_object_of_a_kind_has_a_number_and_an_equal_one_is_not_repeated(tmp_path: Path) -> None:
+    with recording(tmp_path):
+        accelerator = Accelerator(cpu=True)
+        for lr in (0.1, 0.2, 0.1):
+            accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr))
+        for i in range(30):  # a search for hyperparameters
+            accelerator.prepare(nn.Linear(1 + i, 1))
+    found = _hyperparameters(tmp_path)
+    assert (found["optimizer.lr"], found["optimizer 2.lr"], "optimizer 3.lr" in found) == (0.1, 0.2, False)
+    assert sum(name.endswith("num_parameters") for name in found) == 20
+
+
+def test_level_3_records_its_arguments_those_that_differ_from_the_defaults_first(tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Arguments(TrainingArguments):
+        width: int = 4
+
+    options = {"max_steps": 2, "learning_rate": 3e-3, "hub_token": "hf_abc", "report_to": "none", "width": 8}
+    with recording(tmp_path):
+        args = Arguments(str(tmp_path / "out"), use_cpu=True, save_strategy="no", disable_tqdm=True, **options)
+        Trainer(Line(), args, train_dataset=DATA).train()
+    rows = [one for one in read_run(tmp_path).hyperparameters if one.group == "arguments"]
+    differing = {one.name: one.value for one in rows if not one.is_default}
+    given = {"output_dir", "use_cpu", "save_strategy", "disable_tqdm", *options} - {"report_to"}
+    assert differing.keys() - {"dataloader_pin_memory"} == given
+    assert (differing["learning_rate"], differing["width"], differing["hub_token"]) == (3e-3, 8, "***")
+    assert [one.is_default for one in rows] == sorted(one.is_default for one in rows)
+    assert {one.name: one.value for one in rows}["per_device_train_batch_size"] == 8
+    assert {"max_steps": 2, "total_train_batch_size": 8, "optimizer.lr": 3e-3}.items() <= _hyperparameters(
+        tmp_path
+    ).items()
+    assert "hf_abc" not in (tmp_path / "hyperparameters.jsonl").read_text()
 
 
 def test_without_recording_there_is_no_recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,8 @@ from echelon.data.loader import PreparedLoader
 from echelon.data.prepare_loader import prepare_loader
 from echelon.distributed.ddp.unused_parameters_warning import silence_unused_parameters_warning
 from echelon.distributed.peer_responder import Watcher
+from echelon.distributed.record.log import record_object
+from echelon.distributed.record.object_facts import loader_facts, model_facts, optimizer_facts
 from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, DummyScheduler
 from echelon.engines.expert_parallel.moe import find_routers
 from echelon.engines.expert_parallel.routers import RoutingGaps, balance_over_ranks
@@ -125,6 +127,8 @@ def _prepare_unprepared(
         choose_memory_format(session, model)
     bare = [model for model, _ in models]
     session.update.check_prepared(bare, optimizers)
+    for model in bare:  # now, because an engine may shard them
+        record_object("model", model_facts(model))
     if models:
         _prepare_experts(session, bare)
         prepare_canonical_chunks(session, bare)
@@ -329,6 +333,7 @@ def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
     session.objects.optimizers.append(prepared)
     session.guard.add_prepared(inner)
     session.objects.record(optimizer, prepared)
+    record_object("optimizer", *optimizer_facts(optimizer if isinstance(optimizer, Optimizer) else inner))
 
 
 def _warn_of_low_precision_weights(session: Session, optimizers: Iterable[Optimizer]) -> None:
@@ -447,5 +452,6 @@ def prepare_one_loader(
     )
     session.objects.loaders.append(prepared)
     session.update.log_batch_size(prepared.total_batch_size)
+    record_object("dataloader", loader_facts(loader, total_batch_size=prepared.total_batch_size))
     session.objects.record(loader, prepared)
     return prepared

@@ -1,11 +1,12 @@
-"""``echelon.distributed.log``: writes values of a run to its folder."""
+"""``echelon.distributed.log`` and ``log_hyperparameters``: write values of a run to its folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echelon.distributed.record.recorder import recorder_of_process
+from echelon.status.hyperparameters import checked_hyperparameters, plain_hyperparameters
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:
@@ -22,3 +23,29 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
     recorder = recorder_of_process()
     if recorder is not None:
         recorder.log(values, step=step)
+
+
+def log_hyperparameters(values: Mapping[str, Any]) -> None:
+    """Record what this run is run with, such as the arguments of its script, where ``echelon runs compare`` and the report show it.
+
+    Rank 0's values are recorded (``hyperparameters.jsonl``); a later call adds names, or replaces the values of equal ones. Values
+    whose names suggest a secret (token, key, password, ...) are replaced by ``***``. Optimizers, models and loaders are recorded
+    without this call. Not a collective. In a run that is not recorded, only the check of the values takes place.
+
+    Args:
+        values: texts, numbers, booleans, None, and lists and dicts of these, by name; ``vars(args)`` of an argparse namespace.
+
+    Raises:
+        UsageError: a name is not a text, or a value is of another type.
+    """
+    checked = checked_hyperparameters(values, where="log_hyperparameters()")
+    recorder = recorder_of_process()
+    if recorder is not None:
+        recorder.log_hyperparameters("logged", checked)
+
+
+def record_object(kind: str, facts: Mapping[str, Any], defaults: Sequence[str] = ()) -> None:
+    """Record the facts of an optimizer, a model or a loader; a second of its kind is named ``kind 2``."""
+    recorder = recorder_of_process()
+    if recorder is not None:
+        recorder.add_object(kind, plain_hyperparameters(facts), defaults)

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from multiprocessing import util
 from numbers import Real
@@ -22,12 +22,15 @@ from echelon.base.messages.translation import gettext as _
 from echelon.base.rank import known_rank
 from echelon.base.warnings import warn_here
 from echelon.distributed.record.device_values import DeviceValues
+from echelon.distributed.record.object_facts import optimizer_facts, parameter_counts
 from echelon.distributed.record.run_place import LaunchedRun, Run, RunPlace, RunWithoutLauncher
 from echelon.distributed.torch_hooks import Closure, watch_optimizer_steps
 from echelon.status.board import StepPart
+from echelon.status.hyperparameters import Group, plain_hyperparameters
 from echelon.status.notes import Notes, notes_of_process
 from echelon.status.run_files import (
     EVENTS_FILE,
+    HYPERPARAMETERS_FILE,
     METRICS_FILE,
     append_line,
     event_texts,
@@ -40,6 +43,7 @@ _EVERY_NS = 10**9
 _RETRY_NS = 10**8
 _NO_TIMES = (0,) * len(StepPart)
 _MAX_WAITING = 1000
+_MAX_OBJECTS = 20
 
 
 @final
@@ -72,6 +76,8 @@ class ProcessRecorder:
         self._next_ns = 0
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         """Lines to write when the folder has been created."""
+        self._objects: dict[str, list[dict[str, Any]]] = {}
+        """By kind, the facts of the optimizers, models and loaders that were recorded."""
         self._plain_steps: _PlainSteps | None = None
         self._is_prepared = False
         util.Finalize(None, self.close, exitpriority=1)  # also called in processes that multiprocessing started
@@ -228,6 +234,30 @@ class ProcessRecorder:
             number = (self._last or None) if step is None else _step_number(step)
             self._write(METRICS_FILE, {"step": number, "epoch": epoch, "values": numbers})
 
+    def log_hyperparameters(self, group: Group, values: Mapping[str, Any], *, defaults: Sequence[str] = ()) -> None:
+        """Record, on rank 0, what the run is run with.
+
+        Args:
+            group: who named the values.
+            values: JSON values without secrets.
+            defaults: names of values that are the defaults; those of nested values are joined with dots.
+        """
+        if known_rank() in (None, 0):
+            line = {"group": group, "values": values, **({"defaults": [*defaults]} if defaults else {})}
+            self._write(HYPERPARAMETERS_FILE, line)
+
+    def add_object(self, kind: str, facts: dict[str, Any], defaults: Sequence[str] = ()) -> None:
+        """Record, on rank 0, the facts of an optimizer, a model or a loader, unless equal ones have been recorded.
+
+        A program that makes new objects again and again, as a search for hyperparameters does, has its first ones recorded.
+        """
+        known = self._objects.setdefault(kind, [])
+        if facts in known or len(known) >= _MAX_OBJECTS:
+            return
+        known.append(facts)
+        name = kind if len(known) == 1 else f"{kind} {len(known)}"
+        self.log_hyperparameters("training", {name: facts}, defaults=[f"{name}.{fact}" for fact in defaults])
+
     def checkpoint(self, path: Path, *, step: int | None, duration_s: float) -> None:
         """Record that the run's state at ``step`` has been saved. Called on rank 0, possibly in a thread."""
         facts = {"path": str(path.absolute()), "duration_s": round(duration_s, 6)}
@@ -301,6 +331,12 @@ class _PlainSteps:
 
     def _before_step(self, optimizer: Optimizer, _closure: Closure | None) -> None:
         self._counts[optimizer] = number = self._counts.get(optimizer, 0) + 1
+        if number == 1:
+            trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            facts, defaults = optimizer_facts(optimizer)
+            self._recorder.add_object(
+                "optimizer", plain_hyperparameters({**facts, **parameter_counts(trained)}), defaults
+            )
         self._recorder.step(number, optimizer)
 
 

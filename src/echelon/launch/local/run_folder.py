@@ -14,14 +14,13 @@ from echelon.base.messages.terminal import say
 from echelon.base.messages.translation import gettext as _
 from echelon.launch.interrupts import Interrupted
 from echelon.launch.local.ranks import STALL_FILE
-from echelon.launch.script import Script
 from echelon.status.run_files import DEFAULT_PARENT
 from echelon.status.run_recorder import RunRecorder, new_folder, run_name
 
 
 @contextmanager
 def run_folder(
-    log_dir: str | None, *, script: Script, machine: str, is_recorded: bool, began_ns: int
+    log_dir: str | None, *, name: str, machine: str, is_recorded: bool, began_ns: int
 ) -> Iterator[tuple[Path, RunRecorder]]:
     """Yield a new folder for the run, and the run's recorder, which records how the run ends if an exception ends it.
 
@@ -30,7 +29,7 @@ def run_folder(
 
     Args:
         log_dir: the folder that the user has chosen.
-        script: the program.
+        name: the part of the folder's name that says what runs: the program, or the name that the user has given the run.
         machine: prefix that makes the name unique among machines; empty on a single machine.
         is_recorded: whether to record the run.
         began_ns: ``time.monotonic_ns()`` when the launcher started.
@@ -38,7 +37,7 @@ def run_folder(
     Raises:
         ConfigError: the folder cannot be created below ``log_dir``.
     """
-    name = run_name(script.name, f"{machine}{os.getpid()}")
+    name = run_name(name, f"{machine}{os.getpid()}")
     folder = None
     if log_dir is not None or is_recorded:
         folder = _create(Path(log_dir or DEFAULT_PARENT).absolute() / name, is_requested=log_dir is not None)

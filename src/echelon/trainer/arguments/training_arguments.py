@@ -608,6 +608,19 @@ def set_arguments(args: TrainingArguments, values: Mapping[str, Any]) -> None:
         setattr(args, name, type(old)(value) if isinstance(old, (Enum, float)) else value)
 
 
+def recorded_arguments(args: TrainingArguments) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of ``args`` as a record of the run shows them, and the names of those that have their default values."""
+    values, defaults = {}, []
+    for item in fields(args):
+        value = _to_plain(item.name, getattr(args, item.name))
+        default = _to_plain(item.name, _default(item))
+        # As ``__post_init__`` reads the defaults "", "none" and None of some fields.
+        if value == default or ((value is False or value == []) and default in (None, "", "none")):
+            defaults.append(item.name)
+        values[item.name] = str(value) if isinstance(value, torch.dtype) else value
+    return values, defaults
+
+
 def _default(item: Any) -> Any:
     if item.default_factory is not MISSING:
         return item.default_factory()
