@@ -26,8 +26,8 @@ def command(runs: tuple[str, ...], output: str | None) -> None:
     """Write an HTML page with plots of a run, or of several runs to compare.
 
     RUN is the folder of a run, or a folder that contains runs, of which the newest is shown (default: ./echelon-runs). The page
-    is a single file that loads nothing from elsewhere: loss and metrics, speed, time by phase and by rank, memory, goodput,
-    restarts and checkpoints, settings and versions.
+    is a single file that loads nothing from elsewhere: why a run failed, loss and metrics, speed, time by phase and by rank,
+    memory, goodput, restarts and checkpoints, output, hyperparameters, settings and versions.
     """
     from echelon.report.page import render_page  # noqa: PLC0415 - numpy takes 0.1 s, which --help does not need
     from echelon.report.page_data import page_data  # noqa: PLC0415

@@ -24,17 +24,18 @@ from echelon.report.comparison import (
     duration_s,
     format_duration,
     format_time,
+    hyperparameter_text,
     last_metrics,
+    recorded_twice,
     settings_of,
 )
+from echelon.report.failure import recorded_output, why_it_failed
 from echelon.report.run_folder import RecordedRun
 from echelon.report.step_series import MAX_POINTS, Spread, StepSeries, step_series
 from echelon.status.run_files import event_text
 
 _MAX_MARKERS = 300
 """Largest number of checkpoints, and of other events, on the time line."""
-_RECORDED_TWICE = frozenset({"loss", "learning_rate", "lr", "grad_norm"})
-"""Metrics that the Trainer logs and the step records also contain."""
 # Peak dense FLOP/s in bfloat16 and float16, from the manufacturers' data sheets, by a pattern of the device's name.
 _PEAK_FLOPS = MappingProxyType(
     {
@@ -76,6 +77,13 @@ _WHY_MISSING = MappingProxyType(
         "parts": N_("The time of a step by phase is known from the second step on."),
         "memory": N_("No memory was recorded. It is measured once a second."),
         "stragglers": N_("There is one rank, and so nothing to compare."),
+        "hyperparameters": N_(
+            "No hyperparameters were recorded. The Trainer, Accelerator.prepare() and shard() at Level 1 record theirs; "
+            "a script records its own with log_hyperparameters({...})."
+        ),
+        "output": N_(
+            "What the ranks printed went to the terminal only. echelon launch --log_dir DIR also saves it, and it is then shown here."
+        ),
         "metrics": N_(
             "No metric was logged. Accelerator.log, Trainer.log, evaluations and echelon.distributed.log write metrics."
         ),
@@ -89,7 +97,7 @@ def page_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     facts = compare_runs(runs, series) if len(runs) > 1 else []
     return {
         "echelon": __version__,
-        "title": runs[0].name if len(runs) == 1 else _("{num_runs} runs", num_runs=len(runs)),
+        "title": runs[0].title if len(runs) == 1 else _("{num_runs} runs", num_runs=len(runs)),
         "runs": [_run(run, one) for run, one in zip(runs, series)],
         "comparison": [[fact.group, fact.name, list(fact.values), fact.is_equal] for fact in facts],
     }
@@ -101,6 +109,11 @@ def _run(run: RecordedRun, series: StepSeries | None) -> dict[str, Any]:
     metrics, values = _metrics(run, series, began)
     if not metrics and not values:
         missing["metrics"] = _(_WHY_MISSING["metrics"])
+    if not run.hyperparameters:
+        missing["hyperparameters"] = _(_WHY_MISSING["hyperparameters"])
+    output = recorded_output(run)
+    if not output:
+        missing["output"] = _(_WHY_MISSING["output"])
     timeline = _timeline(run, series, began)
     if timeline is None:
         missing["timeline"] = _("Neither events nor steps were recorded. echelon launch writes events.jsonl.")
@@ -114,6 +127,11 @@ def _run(run: RecordedRun, series: StepSeries | None) -> dict[str, Any]:
     return {
         "name": run.name,
         "script": str(run.facts.get("script") or run.name),
+        "title": str(run.facts.get("name") or ""),
+        "tags": run.tags,
+        "failure": why_it_failed(run, output),
+        "output": output,
+        "hyperparameters": _hyperparameter_rows(run),
         "outcome": run.outcome,
         "began": format_time(run.facts.get("began")),
         "duration": format_duration(duration_s(run)),
@@ -205,7 +223,9 @@ def _tiles(run: RecordedRun, series: StepSeries | None) -> list[dict[str, str]]:
     tiles: list[tuple[str, str, str]] = []
     if series is not None:
         loss = series.last_loss if not math.isnan(series.last_loss) else last_metrics(run).get("loss", math.nan)
-        tiles.append((_("last loss"), _short(loss), _("step {step:,}", step=series.last_step)))
+        tiles.append((_("last training loss"), _short(loss), _("of step {step:,}", step=series.last_step)))
+    tiles += _evaluation_tiles(run, series)
+    if series is not None:
         repeated = (
             _("{num_repeated:,} repeated", num_repeated=series.num_repeated)
             if series.num_repeated
@@ -233,6 +253,48 @@ def _tiles(run: RecordedRun, series: StepSeries | None) -> list[dict[str, str]]:
     if restarts := run.facts.get("num_restarts"):
         tiles.append((_("restarts"), str(restarts), _("see the time line")))
     return [{"name": name, "value": value, "note": note} for name, value, note in tiles]
+
+
+def _evaluation_tiles(run: RecordedRun, series: StepSeries | None) -> list[tuple[str, str, str]]:
+    """Return a tile for each of the first metrics: those of evaluations before others."""
+    points: dict[str, list[tuple[object, float]]] = {}
+    for line in run.metrics:
+        for name, value in line["values"].items():
+            if isinstance(value, (int, float)) and is_result(name) and name not in recorded_twice(series):
+                points.setdefault(name, []).append((line.get("step"), float(value)))
+    tiles = []
+    for name in sorted(points, key=lambda name: (_EVALUATION.match(name) is None, not is_loss(name)))[
+        :_MAX_METRIC_TILES
+    ]:
+        values = [value for _step, value in points[name] if math.isfinite(value)]
+        step, last = points[name][-1]
+        best = (min if is_loss(name) else max)(values, default=math.nan)
+        text = _("of step {step:,}", step=step) if isinstance(step, int) else _("last value")
+        if values and best != last:
+            lowest = _("{text}; lowest {value}", text=text, value=_short(best))
+            text = lowest if is_loss(name) else _("{text}; highest {value}", text=text, value=_short(best))
+        tiles.append((name, _short(last), text))
+    return tiles
+
+
+_MAX_METRIC_TILES = 4
+_EVALUATION = re.compile(r"(?i)(eval|val|valid|validation|test|dev)(?=[_/. -]|$)")
+_LOSS = re.compile(r"(?i)(^|[_/. -])loss$")
+# Speeds and counts, which say nothing about the model.
+_NO_RESULT = re.compile(
+    r"(?i)(^|[_/. -])(runtime|(samples|steps|tokens)_per_second|jit_compilation_time|epoch|step|lr|learning_rate|mfu)$"
+    r"|^(total_flos|num_input_tokens_seen|train_.*)$"
+)
+
+
+def is_result(name: str) -> bool:
+    """Return whether the metric ``name`` says how good the model is, not how long something took."""
+    return _NO_RESULT.search(name) is None
+
+
+def is_loss(name: str) -> bool:
+    """Return whether the metric ``name`` is a loss."""
+    return _LOSS.search(name) is not None
 
 
 def _warnings(series: StepSeries | None) -> list[str]:
@@ -276,26 +338,22 @@ def _peak_flops(device: str) -> float | None:
 def _metrics(
     run: RecordedRun, series: StepSeries | None, began: float
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-    """Return the series of metrics that were logged more than once, and the values of the others."""
+    """Return the series of metrics that were logged more than once, and the last values of the others, such as runtimes."""
     points: dict[str, list[tuple[float | None, float, float]]] = {}
     for line in run.metrics:
         step = line.get("step")
         for name, value in line["values"].items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 at = _finite(float(step)) if isinstance(step, (int, float)) else None
-                points.setdefault(name, []).append((at, float(line.get("time", began)) - began, float(value)))
-    hidden: set[str] = set()
-    if series is not None:
-        hidden |= {"learning_rate", "lr"} if not np.isnan(series.lr).all() else set()
-        hidden |= {"grad_norm"} if not np.isnan(series.grad_norm.mean).all() else set()
-        hidden |= {"loss"} if not np.isnan(series.loss.mean).all() else set()
-    assert hidden <= _RECORDED_TWICE
+                points.setdefault(str(name), []).append((at, float(line.get("time", began)) - began, float(value)))
+    hidden = recorded_twice(series)
     found, single = [], []
     for name, rows in points.items():
-        if name in hidden or name == "epoch":
+        if name in hidden or name == "epoch" or (name == "total_flos" and not rows[-1][2]):
             continue
-        if len(rows) == 1:
-            single.append((name, _short(rows[0][2])))
+        is_drawn = is_loss(name) and is_result(name)  # in the plot of the loss, also if it has one value only
+        if (len(rows) == 1 and not is_drawn) or not is_result(name):
+            single.append((name, _short(rows[-1][2])))
             continue
         if len(rows) > MAX_POINTS:
             rows = _extremes(rows)
@@ -303,6 +361,7 @@ def _metrics(
         found.append(
             {
                 "name": name,
+                "isLoss": is_drawn,
                 "x": {"step": steps, "time": [_finite(at) for _, at, _ in rows]},
                 "y": [_finite(value) for _, _, value in rows],
             }
@@ -335,11 +394,22 @@ def _timeline(run: RecordedRun, series: StepSeries | None, began: float) -> dict
         limit = starts[i + 1]["at"] if i + 1 < len(starts) else length
         stops = [e for e in events if e.get("kind") in ("failure", "end") and start["at"] < e["at"] <= limit]
         failed = bool(stops) and stops[0]["kind"] == "failure"
-        attempts.append([start["at"], stops[0]["at"] if stops else limit, failed])
+        end = stops[0]["at"] if stops else limit
+        # The first attempt begins with the launcher.
+        attempts.append([0.0 if i == 0 else start["at"], end, failed, _first_step(series, began, start["at"], end)])
     if not attempts and series is not None:
-        attempts = [[float(np.nanmin(series.times)) - began, float(np.nanmax(series.times)) - began, False]]
+        first = float(np.nanmin(series.times)) - began
+        attempts = [[0.0, float(np.nanmax(series.times)) - began, False, first]]
+    for event in events:  # said at the end about the whole run; not after a failure
+        if event.get("kind") == "straggler" and attempts:
+            event["at"] = min(event["at"], attempts[-1][1])
     saves = [event for event in events if event.get("kind") == "checkpoint"]
     others = [event for event in events if event.get("kind") not in ("checkpoint", "start")]
+    if run.outcome != "succeeded":  # no green mark; and where a failure is marked, no second mark at its end
+        has_failure = attempts and attempts[-1][2]
+        others = [
+            {**e, "kind": "stop"} if e["kind"] == "end" else e for e in others if e["kind"] != "end" or not has_failure
+        ]
     return {
         "length": length,
         "attempts": attempts,
@@ -348,6 +418,12 @@ def _timeline(run: RecordedRun, series: StepSeries | None, began: float) -> dict
         "num_checkpoints": len(saves),
         "num_events": len(others),
     }
+
+
+def _first_step(series: StepSeries | None, began: float, start: float, end: float) -> float:
+    """Return when the first step between ``start`` and ``end`` was finished, or ``end`` if there is none."""
+    times = [] if series is None else [time - began for time in series.attempt_began if start < time - began < end]
+    return min(times, default=end)
 
 
 def _event_text(event: Mapping[str, Any]) -> str:
@@ -377,6 +453,15 @@ def _settings_rows(settings: Any) -> list[list[Any]]:
         is_default = origin.source is SettingSource.DEFAULT
         rows.append([name, repr(getattr(settings.value, name)), str(origin), ", ".join(lost), is_default])
     return sorted(rows, key=lambda row: row[4])
+
+
+def _hyperparameter_rows(run: RecordedRun) -> list[list[Any]]:
+    """Return name, value, origin and whether it is the default; those that are not come first."""
+    origins = {"logged": "log_hyperparameters", "arguments": "TrainingArguments", "training": _("recorded by echelon")}
+    rows = [
+        [one.name, hyperparameter_text(one.value), origins[one.group], one.is_default] for one in run.hyperparameters
+    ]
+    return sorted(rows, key=lambda row: bool(row[3]))
 
 
 def _environment(run: RecordedRun) -> list[tuple[str, str]]:

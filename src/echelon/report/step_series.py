@@ -77,6 +77,8 @@ class StepSeries:
     """Largest memory in use of each rank."""
     num_samples: int
     num_items: float
+    attempt_began: list[float]
+    """Unix time at the first step that is recorded of each start or restart."""
     last_loss: float
     not_finite_from: int | None
     """First step whose loss is nan or infinite."""
@@ -161,6 +163,10 @@ def step_series(run: RecordedRun) -> StepSeries | None:
         rank_memory_mb=np.fmax.reduce(sums.memory_mb, axis=1),
         num_samples=_total(found, "samples"),
         num_items=float(_total(found, "items")),
+        attempt_began=[
+            min(float(one.time_s[0]) for one in found if one.attempt == attempt)
+            for attempt in sorted({one.attempt for one in found})
+        ],
         last_loss=float(loss[1][known[-1]]) if len(known) else float("nan"),
         not_finite_from=_first_not_finite(kept),
         verdict="" if verdict is None else verdict.verdict,

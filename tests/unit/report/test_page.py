@@ -16,10 +16,11 @@ from echelon.report.run_folder import read_run
 from echelon.status.run_files import append_line
 from tests.browser import CHROMIUM, Browser, open_browser
 from tests.recorded_runs import write_run
+from tests.unit.report.test_failure import write_failed_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (make browser)")
 
-PANELS = "timeline goodput loss lr grad_norm parts samples items stragglers ranks memory settings environment versions"
+PANELS = "timeline goodput loss lr grad_norm parts samples items stragglers ranks memory output hyperparameters settings environment versions"
 # Number of pixels that differ from the background in a plot's canvas; an empty plot has axes of about 1,500.
 INK = """[...document.querySelectorAll('.plot canvas')].map(canvas => {
   const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
@@ -40,6 +41,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run with 4 ranks, of which one is slow, two restarts and a stall."""
     parent = tmp_path_factory.mktemp("runs")
     run = write_run(parent, "run", num_ranks=4, num_steps=240, kills=(75, 150), slow_rank=2, stall_at=110)
+    arguments = {"learning_rate": 3e-3, "seed": 42}
+    append_line(run / "hyperparameters.jsonl", {"group": "arguments", "values": arguments, "defaults": ["seed"]})
+    append_line(run / "hyperparameters.jsonl", {"group": "training", "values": {"optimizer": {"class": "AdamW"}}})
+    for rank in range(2):
+        (run / f"attempt_2/rank_{rank}").mkdir(parents=True)
+        (run / f"attempt_2/rank_{rank}/stdout.log").write_text(f"printed by rank {rank}\n")
     return _write_page(parent / "page.html", run)
 
 
@@ -68,7 +75,9 @@ def test_every_panel_shows_the_data_of_the_run(browser: Browser, page: Path) -> 
         ink
     )
     assert "240" in _text(browser, "#tiles")
-    assert (_count(browser, ".lane-attempt"), _count(browser, ".lanes .lane-event.failure")) == (3, 2)
+    # Each of the three starts: importing, then training.
+    assert (_count(browser, ".lane-attempt"), _count(browser, ".lane-attempt.starting")) == (6, 3)
+    assert _count(browser, ".lanes .lane-event.failure") == 2
     assert (_count(browser, ".lanes .lane-event.restart"), _count(browser, ".lanes .lane-event.stall")) == (2, 1)
     assert _count(browser, ".lane-save") == json.dumps(page_data([read_run(page.parent / "run")])).count(
         "saved checkpoint"
@@ -80,6 +89,9 @@ def test_every_panel_shows_the_data_of_the_run(browser: Browser, page: Path) -> 
     assert _count(browser, "#panel-ranks tbody tr") == 4
     assert _text(browser, "#panel-stragglers").startswith("Stragglers")
     assert "flag --num_processes" in _text(browser, "#panel-settings")
+    # A loss of evaluations is drawn over the training loss.
+    assert _text(browser, "#panel-loss .keys").split("\n") == ["training loss", "eval_loss"]
+    assert _count(browser, "#panel-metric-eval_loss") == 0
     assert "3f2a9c1d5e7b8a6f4c2d1e0b9a8f7c6d5e4b3a2f" in _text(browser, "#panel-environment")
     assert "2.13.0" in _text(browser, "#panel-versions")
 
@@ -99,10 +111,11 @@ def test_the_keyboard_reaches_everything(browser: Browser, page: Path) -> None:
     before = _text(browser, "#panel-loss .readout")
     browser.press("Home")
     first = _text(browser, "#panel-loss .readout")
-    assert first.startswith("step 1 ")
+    assert first == "step 1"
+    assert _text(browser, "#panel-loss .keys").startswith("training loss\n2.")
     assert _text(browser, "#panel-lr .readout").startswith("step 1 ")  # all plots show the same step
     browser.press("ArrowRight")
-    assert _text(browser, "#panel-loss .readout").startswith("step 2 ")
+    assert _text(browser, "#panel-loss .readout") == "step 2"
     browser.press("End")
     browser.press("+", text="+")
     browser.press("Home")
@@ -118,7 +131,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, page: Path) -> None:
     assert browser.run("document.activeElement.id") == "choose-horizontalaxis-time"
     browser.run("document.getElementById('plot-loss').focus()")
     browser.press("Home")
-    assert _text(browser, "#panel-loss .readout").startswith("6 s ")
+    assert _text(browser, "#panel-loss .readout") == "6 s"
     browser.run("document.querySelector('.lanes .lane-event.failure').focus()")
     assert "rank 0 was killed by signal 9" in _text(browser, ".event-text")
     assert browser.problems == []
@@ -177,11 +190,56 @@ def test_several_runs_are_overlaid_and_compared(browser: Browser, page: Path, tm
     widths = browser.run("[...document.querySelectorAll('#panel-values td')].map(cell => cell.clientWidth)")
     assert len(widths) == 2 * _count(browser, "#panel-values tbody tr") > 0
     assert min(widths) >= 100
-    assert _count(browser, "#panel-loss .readout .chip") == 2
+    assert _text(browser, "#panel-loss .keys").split("\n") == [
+        "training loss A",
+        "training loss B",
+        "eval_loss A",
+        "eval_loss B",
+    ]
     assert _count(browser, "#panel-ranks tbody tr") == 4
     browser.run("document.getElementById('choose-runofranks-1').click()")
     assert _count(browser, "#panel-ranks tbody tr") == 1
     assert "nothing to compare" in _text(browser, "#panel-stragglers")
+    assert browser.problems == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_failed_run_says_why_on_top(browser: Browser, tmp_path: Path, width: int) -> None:
+    browser.open(_write_page(tmp_path / "page.html", write_failed_run(tmp_path)), width=width, is_dark=width == 390)
+    box = _text(browser, ".why")
+    for expected in (
+        "Why it failed",
+        "rank 1 failed first: KeyError: 'labels'",
+        "rank 1 of 2, after step 30",
+        'train.py:9 in main: batch["labels"]',
+        "name a key that the batch has",
+        "line 19",
+    ):
+        assert expected in box
+    assert "logs:" not in box
+    place = browser.run(
+        "['.why', '#tiles', '.lanes'].map(name => document.querySelector(name).getBoundingClientRect().top)"
+    )
+    assert place == sorted(place)
+    assert (_count(browser, ".lanes .lane-event.failure"), _count(browser, ".lane-event.end")) == (1, 0)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.problems == []
+
+
+def test_the_output_and_the_hyperparameters_are_shown(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    assert _text(browser, ".log") == "printed by rank 0"
+    browser.run("document.getElementById('choose-outputof-1').click()")
+    assert _text(browser, ".log") == "printed by rank 1"
+    shown = "TrainingArguments learning_rate 0.003 recorded by echelon optimizer.class AdamW"
+    assert " ".join(_text(browser, "#panel-hyperparameters").split()).endswith(shown)
+    browser.run("document.getElementById('all-settings').click()")
+    assert "seed 42" in " ".join(_text(browser, "#panel-hyperparameters").split())
+    browser.run(
+        "(box => { box.value = 'adamw'; box.dispatchEvent(new Event('input')); })(document.getElementById('search'))"
+    )
+    assert "learning_rate" not in _text(browser, "#panel-hyperparameters")
+    assert "optimizer.class" in _text(browser, "#panel-hyperparameters")
     assert browser.problems == []
 
 
@@ -196,7 +254,10 @@ def test_an_empty_run_says_what_is_missing(browser: Browser, tmp_path: Path) -> 
 @pytest.mark.soak
 def test_texts_of_a_run_stay_text(browser: Browser, tmp_path: Path) -> None:
     text = "</script><img src=http://127.0.0.1:9/x onerror=document.title='hit'>"
-    run = write_run(tmp_path, "run", num_steps=5, facts={"command": [text], "script": text})
+    run = write_run(tmp_path, "run", num_steps=5, facts={"command": [text], "script": text, "tags": [text]})
+    append_line(run / "hyperparameters.jsonl", {"group": "logged", "values": {text: text}})
+    (run / "attempt_0/rank_0").mkdir(parents=True)
+    (run / "attempt_0/rank_0/stdout.log").write_text(text)
     browser.open(page := _write_page(tmp_path / "page.html", run))
     assert browser.requests == [page.resolve().as_uri()]
     assert browser.run("document.title") == "run - echelon report"
@@ -236,7 +297,8 @@ def test_in_a_chinese_locale_the_page_is_chinese(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LANG", "zh_CN.UTF-8")
     other = write_run(tmp_path, "other", num_steps=30)
-    for runs in ([page.parent / "run"], [other], [other, page.parent / "run"]):
+    failed = write_failed_run(tmp_path)
+    for runs in ([page.parent / "run"], [other], [failed], [other, page.parent / "run"]):
         browser.open(_write_page(tmp_path / "page.html", *runs))
         assert browser.problems == []
         assert browser.run("document.documentElement.lang") == "zh-CN"
@@ -244,4 +306,11 @@ def test_in_a_chinese_locale_the_page_is_chinese(
         shown = _text(browser, "body").splitlines()
         # Commands, folders, settings and the events that write_run invents stay as they are.
         prose = [line for line in shown if re.search(r"(?<![\w./=-])[A-Za-z][a-z]+ [a-z]{2,} [a-z]{2,}", line)]
-        assert [line for line in prose if not re.search(r"echelon launch|train\.py|signal 9|Debian|Linux", line)] == []
+        assert [
+            line
+            for line in prose
+            if not re.search(
+                r"echelon launch|train\.py|signal 9|Debian|Linux|rank 1 failed|name a key|others: rank|printed by rank",
+                line,
+            )
+        ] == []

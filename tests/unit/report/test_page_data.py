@@ -21,12 +21,13 @@ from tests.recorded_runs import record_steps, write_run
 
 def test_every_panel_without_data_says_why(tmp_path: Path) -> None:
     (data,) = page_data([read_run(tmp_path)])["runs"]
-    panels = ["goodput", "grad_norm", "items", "loss", "lr", "memory", "metrics", "parts", "samples", "settings"]
-    assert sorted(data["missing"]) == [*panels, "stragglers", "timeline"]
+    panels = "goodput grad_norm hyperparameters items loss lr memory metrics output parts samples settings stragglers timeline"
+    assert sorted(data["missing"]) == panels.split()
     assert all(text.endswith(".") for text in data["missing"].values())
     record_steps(tmp_path, 0, [1.0, 2.0])
     (data,) = page_data([read_run(tmp_path)])["runs"]
-    assert sorted(data["missing"]) == ["goodput", "grad_norm", "items", "metrics", "settings", "stragglers"]
+    left = "goodput grad_norm hyperparameters items metrics output settings stragglers"
+    assert sorted(data["missing"]) == left.split()
 
 
 def test_the_time_of_a_run_without_recorded_phases_is_not_called_useful(tmp_path: Path) -> None:
@@ -57,6 +58,26 @@ def test_metrics_take_the_place_of_missing_losses(tmp_path: Path) -> None:
     assert data["metrics"][1]["x"]["step"] == [0, 10, 20, 30]
     assert data["values"] == [("once", "3")]
     assert "loss" not in data["missing"]
+
+
+def test_results_of_evaluations_are_at_the_top_and_runtimes_are_not_plotted(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, [1.0] * 40)
+    for step, loss, accuracy in ((10, 0.5, 0.8), (20, 0.4, 0.9), (30, 0.45, 0.85)):
+        values = {"eval_loss": loss, "eval_accuracy": accuracy, "eval_runtime": 0.1, "eval_samples_per_second": 9.0}
+        append_line(tmp_path / "metrics.jsonl", {"time": 1.0, "step": step, "values": values})
+    append_line(tmp_path / "metrics.jsonl", {"time": 2.0, "step": 40, "values": {"total_flos": 0, "train_loss": 0.7}})
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    tiles = [(tile["name"], tile["value"], tile["note"]) for tile in data["tiles"]]
+    assert tiles[:3] == [
+        ("last training loss", "1", "of step 40"),
+        ("eval_loss", "0.45", "of step 30; lowest 0.4"),
+        ("eval_accuracy", "0.85", "of step 30; highest 0.9"),
+    ]
+    assert [(metric["name"], metric["isLoss"]) for metric in data["metrics"]] == [
+        ("eval_loss", True),
+        ("eval_accuracy", False),
+    ]
+    assert data["values"] == [("eval_runtime", "0.1"), ("eval_samples_per_second", "9"), ("train_loss", "0.7")]
 
 
 @pytest.mark.parametrize(

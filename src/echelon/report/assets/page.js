@@ -2,7 +2,7 @@
 // Draws the report from the JSON data in the page. All text is set as text, never as HTML.
 (() => {
   const root = document.documentElement;
-  const state = { axis: "step", run: 0, smooth: true, log: false, zoom: null, all: false, search: "" };
+  const state = { axis: "step", run: 0, smooth: true, log: false, zoom: null, all: false, search: "", output: 0 };
   let data = JSON.parse(document.getElementById("data").textContent);
   // Sentences in the user's language: English sentence -> translation, both with {name} for values; empty in English.
   const texts = data.texts || {};
@@ -123,7 +123,7 @@
         { ...axis, space: 34, gap: 6, values: (u, values) => values.map(tick),
           size: (u, values) => 14 + Math.ceil(Math.max(0, ...(values || []).map((v) => measured.measureText(v).width))) },
       ],
-      series: [{}, ...columns.map((c) => ({ label: c.label, stroke: c.stroke ?? c.color, width: c.width ?? 1.5, fill: c.fill, points: { show: c.values.length === 1, size: 5 }, spanGaps: true }))],
+      series: [{}, ...columns.map((c) => ({ label: c.label, stroke: c.stroke ?? c.color, width: c.width ?? 1.5, fill: c.fill, dash: c.dash, points: { show: c.hasPoints || c.values.length === 1, size: c.hasPoints ? 6 : 5, fill: c.color }, spanGaps: true }))],
       bands,
       hooks: {
         setSelect: [(u) => { if (u.select.width > 4) zoomTo([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); u.setSelect({ width: 0, height: 0, left: 0, top: 0 }, false); }],
@@ -133,7 +133,7 @@
     const read = (index) => {
       const x = table[0][index ?? table[0].length - 1], parts = [];
       const value = (column) => h("b", {}, short(valueAt(column, x)));
-      if (options.keys) options.keys.replaceChildren(...shown.toReversed().map((column) => h("li", {}, chip(column.color), column.label, index === null ? null : value(column))));
+      if (options.keys) options.keys.replaceChildren(...(options.isOverlay ? shown : shown.toReversed()).map((column) => h("li", {}, chip(column.color), column.label, index === null ? null : value(column))));
       if (index !== null) parts.push(state.axis === "step" ? `step ${Math.round(x).toLocaleString("en")}  ` : `${clock(x)}  `);
       for (const column of options.keys ? [] : shown) parts.push(shown.length > 1 ? chip(column.color) : "", value(column));
       readout.replaceChildren(...parts);
@@ -235,6 +235,26 @@
     const node = panel(name, title, options);
     grid.append(node);
     drawPlot(node, tables.filter((t) => t.x.length), options);
+  };
+
+  // Losses of evaluations are drawn over the training loss, with a point for each evaluation.
+  const lossPlot = (grid, isLogged, isOver) => {
+    const training = isLogged ? metricTables("loss") : lineTables("loss");
+    const names = [...new Set(data.runs.flatMap((run) => run.metrics.filter(isOver).map((metric) => metric.name)))];
+    const others = names.flatMap((name, k) => metricTables(name).map((table) => {
+      const [column] = table.columns, color = several() ? column.color : css(["--warm", "--teal", "--violet"][k % 3]);
+      return { ...table, columns: [{ ...column, label: `${name} ${column.label}`.trim(), color, hasPoints: true, dash: several() ? [5, 4] : undefined }] };
+    }));
+    for (const { columns } of training) for (const column of columns) if (!column.isQuiet) column.label = `${t("training loss")} ${column.label}`.trim();
+    const tables = [...training, ...others].filter((table) => table.x.length);
+    if (!tables.length) return grid.append(missingPanel("loss", t("Loss"), why("loss") || why("metrics"), "wide"));
+    const keys = others.length ? h("ul", { class: "keys" }) : undefined;
+    const what = isLogged ? t("The training loss is the one that the program has logged.") : t("The training loss is the mean over the ranks of the loss that is passed to backward, at each step.");
+    const average = !isLogged && tables.some((table) => table.columns.some((column) => column.isQuiet && !column.isLow && !column.band)) ? ` ${t("The dark line is its moving average, the light one its values.")}` : "";
+    const node = panel("loss", t("Loss"), { hint: isLogged ? t("as logged") : t("mean over ranks"), cls: "wide tall", note: what + average });
+    if (keys) node.querySelector(".plot").after(keys);
+    grid.append(node);
+    drawPlot(node, tables, { canLog: true, keys, isOverlay: true });
   };
 
   const partsPlot = (grid) => {
@@ -346,7 +366,7 @@
   };
 
   // ---- time line and goodput
-  const SHAPES = { failure: "M4 4l9 9M13 4l-9 9", stall: "M8.5 2.5v8M8.5 13.2v.8", straggler: "M8.5 3l6 10.5h-12z", restart: "M13.5 8.5a5 5 0 1 1-1.6-3.7M12.2 1.6v3.4H8.8", preemption: "M5.5 3.5v10M11.5 3.5v10", end: "M3.5 9l3.5 3.5 7-8" };
+  const SHAPES = { failure: "M4 4l9 9M13 4l-9 9", stall: "M8.5 2.5v8M8.5 13.2v.8", straggler: "M8.5 3l6 10.5h-12z", restart: "M13.5 8.5a5 5 0 1 1-1.6-3.7M12.2 1.6v3.4H8.8", preemption: "M5.5 3.5v10M11.5 3.5v10", end: "M3.5 9l3.5 3.5 7-8", stop: "M5 5h7v7H5z" };
   const icon = (kind) => {
     const svg = document.createElementNS(SVG, "svg"), path = document.createElementNS(SVG, "path");
     for (const [name, value] of Object.entries({ viewBox: "0 0 17 17", width: 17, height: 17, "aria-hidden": "true" })) svg.setAttribute(name, value);
@@ -380,7 +400,9 @@
     return h("div", { class: "time-run" },
       several() ? h("p", { class: "time-name" }, chip(runColor(i)), `${letter(i)}  ${run.name}`) : null,
       h("div", { class: "lanes", role: "group", "aria-label": t("Time line of {name}", { name: run.name }) },
-        line.attempts.map(([from, to, failed], k) => h("div", { class: `lane-attempt${failed ? " failed" : ""}`, style: { left: at(from), width: at(Math.max(0, to - from)) } }, (to - from) / length > 0.08 ? h("span", {}, k ? t("restart {number}", { number: k }) : t("start")) : null)),
+        line.attempts.map(([from, to, failed, first], k) => [
+          h("div", { class: `lane-attempt starting${failed && first >= to ? " failed" : ""}`, style: { left: at(from), width: at(Math.max(0, first - from)) }, title: t("importing, starting ranks") }, (first - from) / length > 0.16 ? h("span", {}, t("importing, starting ranks")) : null),
+          first < to ? h("div", { class: `lane-attempt${failed ? " failed" : ""}`, style: { left: at(first), width: at(to - first) } }, (to - first) / length > 0.1 ? h("span", {}, k ? t("training, restart {number}", { number: k }) : t("training")) : null) : null]),
         line.events.map(([time, kind, words], k) => mark(`lane-event ${kind}`, time, words, icon(kind), `${places[k]}%`)),
         line.checkpoints.map(([time, words, duration]) => mark("lane-save", time, duration ? `${words} (${seconds(duration)})` : words))),
       h("div", { class: "ticks", "aria-hidden": "true" }, ticks), text);
@@ -408,6 +430,20 @@
   const runChoice = (name) => (several() ? segments(t("run of {name}", { name: t(name) }), data.runs.map((run, i) => [i, letter(i)]), state.run, (i) => { state.run = i; }) : null);
   const outcomeClass = (outcome) => ({ succeeded: "good", running: "live", preempted: "live", failed: "bad", interrupted: "bad" })[outcome] || (outcome.startsWith("ended") ? "bad" : "");
 
+  const failureBox = (run) => {
+    const { what, more, step, rank, where, do: advice, traceback, output } = run.failure;
+    const row = (name, ...children) => [h("dt", {}, name), h("dd", {}, ...children)];
+    const [who, ...lines] = where;
+    const at = [rank !== null && rank !== undefined ? who || `rank ${rank}` : null, typeof step === "number" ? t("after step {step}", { step: step.toLocaleString("en") }) : null].filter(Boolean).join(", ");
+    return h("section", { class: "why", role: "alert", "aria-label": t("Why it failed") },
+      h("h2", {}, icon("failure"), several() ? `${t("Why it failed")}: ${run.name}` : t("Why it failed")),
+      h("p", { class: "why-what" }, what), more.map((text) => h("p", { class: "why-more" }, text)),
+      h("dl", { class: "facts" }, at ? row(t("Where"), at) : null,
+        lines.length ? row(t("Line"), lines.map((text) => h("code", { class: "why-line" }, text))) : null,
+        row(t("What to do"), advice.map((text) => h("span", { class: "why-advice" }, text)))),
+      traceback ? h("details", { open: !output && traceback.split("\n").length <= 12 }, h("summary", {}, t("Traceback of rank {rank}", { rank })), h("pre", { tabindex: "0" }, traceback)) : null,
+      output ? h("details", { open: true }, h("summary", {}, t("Last lines that rank {rank} printed", { rank })), h("pre", { tabindex: "0" }, output)) : null);
+  };
   const header = (main) => {
     const run = data.runs[0];
     if (several()) {
@@ -416,10 +452,11 @@
     } else {
       const ranks = run.num_ranks ? t(run.num_ranks === 1 ? "{number} process" : "{number} processes", { number: run.num_ranks }) : null;
       const code = run.commit !== "-" ? `${run.branch ? `${run.branch} ` : ""}${run.commit.replace("+", ` ${t("with uncommitted changes")}`)}` : null;
-      main.append(h("div", { class: "head" }, h("h1", {}, run.script.split("/").pop()), h("span", { class: `badge ${outcomeClass(run.outcome)}` }, t(run.outcome))),
+      main.append(h("div", { class: "head" }, h("h1", {}, run.title || run.script.split("/").pop()), h("span", { class: `badge ${outcomeClass(run.outcome)}` }, t(run.outcome)), run.tags.map((tag) => h("span", { class: "badge" }, tag))),
         h("p", { class: "sub" }, [run.began !== "-" ? run.began : null, run.duration !== "-" ? run.duration : null, ranks, code, run.name].filter(Boolean).join(" · ")));
       if (run.command !== "-") main.append(h("div", { class: "command mono" }, run.command));
     }
+    for (const one of data.runs) if (one.failure) main.append(failureBox(one));
     for (const one of data.runs) for (const text of one.warnings) main.append(h("p", { class: "warning", role: "alert" }, several() ? `${one.name}: ${text}` : text));
     if (!several() && run.tiles.length) main.append(h("dl", { class: "tiles", id: "tiles" }, run.tiles.map((tile) => h("div", { class: "tile" }, h("dt", {}, tile.name), h("dd", { class: "value" }, tile.value), h("dd", { class: "note" }, tile.note)))));
   };
@@ -439,16 +476,17 @@
     const length = Math.max(...data.runs.map((run) => (run.timeline ? run.timeline.length : 0)));
     const reason = (run, text) => h("p", { class: "panel-note" }, several() ? `${run.name}: ${text}` : text);
     box.append(h("div", { id: "panel-timeline" }, h("h3", {}, t("Time line")), data.runs.map((run, i) => (run.timeline ? timeLine(run, i, length) : reason(run, run.missing.timeline))),
-      h("ul", { class: "keys" }, ["failure", "stall", "restart", "straggler", "preemption", "end"].filter((kind) => data.runs.some((run) => run.timeline && run.timeline.events.some((event) => event[1] === kind))).map((kind) => h("li", {}, h("span", { class: `lane-event ${kind}`, style: { position: "static", margin: "0" } }, icon(kind)), t(kind))),
+      h("ul", { class: "keys" }, ["failure", "stall", "restart", "straggler", "preemption", "end", "stop"].filter((kind) => data.runs.some((run) => run.timeline && run.timeline.events.some((event) => event[1] === kind))).map((kind) => h("li", {}, h("span", { class: `lane-event ${kind}`, style: { position: "static", margin: "0" } }, icon(kind)), t(kind))),
+        data.runs.some((run) => run.timeline) ? [h("li", {}, chip(css("--grey-2")), t("importing, starting ranks")), h("li", {}, chip(css("--accent-3")), t("training"))] : null,
         data.runs.some((run) => run.timeline && run.timeline.num_checkpoints) ? h("li", {}, chip(css("--violet")), t("checkpoint")) : null)));
     box.append(h("div", { id: "panel-goodput" }, h("h3", { style: { marginBottom: "8px" } }, t("Goodput"), h("small", {}, t("share of the wall time, mean over ranks"))), data.runs.map((run, i) => (run.goodput ? goodputBar(run, i) : reason(run, run.missing.goodput)))));
   };
   const loggedOnce = () => {
-    const title = h("header", {}, h("h3", {}, t("Values logged once")));
+    const title = h("header", {}, h("h3", {}, t("Other logged values"), h("small", {}, t("the last of each"))));
     if (!several()) return h("article", { class: "panel", id: "panel-values" }, title, h("dl", { class: "facts" }, data.runs[0].values.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
     const names = [...new Set(data.runs.flatMap((run) => run.values.map(([name]) => name)))];
     const cell = (run, name) => h("td", {}, (run.values.find(([one]) => one === name) || [name, "-"])[1]);
-    return h("article", { class: "panel full", id: "panel-values" }, title, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": t("Values logged once") }, h("table", { class: "compare" },
+    return h("article", { class: "panel full", id: "panel-values" }, title, h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": t("Other logged values") }, h("table", { class: "compare" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, ""), data.runs.map((run, i) => h("th", { scope: "col" }, chip(runColor(i)), ` ${letter(i)}`)))),
       h("tbody", {}, names.map((name) => h("tr", { class: "differs" }, h("th", { scope: "row" }, name), data.runs.map((run) => cell(run, name))))))));
   };
@@ -460,10 +498,11 @@
     const grid = h("div", { class: "grid" });
     node.append(grid);
     const isLogged = !data.runs.some((run) => run.series.loss) && data.runs.some((run) => run.metrics.some((metric) => metric.name === "loss"));
-    lines(grid, "loss", t("Loss"), { hint: isLogged ? t("as logged") : t("mean over ranks"), cls: "wide tall", missingClass: "wide", canLog: true, isMetric: isLogged });
+    const isOver = (metric) => metric.isLoss && !(isLogged && metric.name === "loss");
+    lossPlot(grid, isLogged, isOver);
     lines(grid, "lr", t("Learning rate"), { fromZero: true });
     lines(grid, "grad_norm", t("Gradient norm"), { hint: t("before clipping") });
-    const names = [...new Set(data.runs.flatMap((run) => run.metrics.map((metric) => metric.name)))].filter((name) => !(isLogged && name === "loss"));
+    const names = [...new Set(data.runs.flatMap((run) => run.metrics.filter((metric) => !isOver(metric)).map((metric) => metric.name)))].filter((name) => !(isLogged && name === "loss"));
     for (const name of names) lines(grid, name, name, { isMetric: true });
     const isEmpty = data.runs.every((run) => !run.values.length);
     if (!names.length && isEmpty) grid.append(missingPanel("metrics", t("Metrics"), why("metrics")));
@@ -489,29 +528,58 @@
   };
   const configuration = (main) => {
     const run = data.runs[state.run];
-    const node = section("settings", t("Configuration"), "", runChoice("configuration"));
+    const search = h("input", { type: "search", id: "search", placeholder: t("Search"), "aria-label": t("Search hyperparameters and settings"), value: state.search, oninput: (e) => { state.search = e.target.value; refill(); } });
+    const all = h("label", { class: "filter-all" }, h("input", { type: "checkbox", id: "all-settings", checked: state.all, onchange: (e) => { state.all = e.target.checked; refill(); } }), t("show defaults"));
+    const node = section("settings", t("Configuration"), "", runChoice("configuration"), h("div", { class: "filter" }, search, all));
     main.append(node);
-    const box = h("article", { class: "panel", id: "panel-settings" });
+    const fills = [];
+    const refill = () => { for (const fill of fills) fill(); };
+    const wanted = ([name, value, origin, isDefault]) => (state.search ? `${name} ${value} ${origin}`.toLowerCase().includes(state.search.toLowerCase()) : state.all || !isDefault);
+    const none = (text) => (state.search ? t("Nothing matches.") : text);
+    const parameters = h("article", { class: "panel", id: "panel-hyperparameters" }, h("h3", {}, t("Hyperparameters"), h("small", {}, t("what the model was trained with"))));
+    node.append(parameters);
+    // A list for each origin: the script, TrainingArguments, and what echelon records of the objects that train.
+    const origins = [...new Set(run.hyperparameters.map(([, , origin]) => origin))];
+    if (!origins.length) parameters.append(h("p", { class: "panel-note" }, run.missing.hyperparameters));
+    for (const origin of origins) {
+      const list = h("dl", { class: "parameters" });
+      fills.push(() => {
+        const found = run.hyperparameters.filter((row) => row[2] === origin && wanted(row));
+        list.replaceChildren(...found.map(([name, value, , isDefault]) => h("div", { class: isDefault ? "mono default" : "mono" }, h("dt", {}, name), h("dd", {}, value))));
+        if (!found.length) list.append(h("div", {}, h("dt", {}, none(t("All have their default values.")))));
+      });
+      parameters.append(h("h4", {}, origin), list);
+    }
+    const box = h("article", { class: "panel block", id: "panel-settings" }, h("h3", {}, t("Settings of echelon"), h("small", {}, t("flags, files, environment and code"))));
     node.append(box);
     if (run.missing.settings) box.append(h("p", { class: "panel-note" }, run.missing.settings));
     else {
       const body = h("tbody");
-      const fill = () => {
-        const found = run.settings.filter(([name, value, origin, , isDefault]) => (state.search ? `${name} ${value} ${origin}`.toLowerCase().includes(state.search.toLowerCase()) : state.all || !isDefault));
-        body.replaceChildren(...found.map(([name, value, origin, lost, isDefault]) => h("tr", { class: isDefault ? "default" : "" }, h("td", { class: "mono" }, name), h("td", { class: "mono" }, value), h("td", {}, origin, lost ? t(" (overrides {values})", { values: lost }) : ""))));
-        if (!found.length) body.append(h("tr", {}, h("td", { colspan: 3 }, state.search ? t("No setting matches.") : t("All settings have their default values."))));
-      };
-      box.append(h("div", { class: "filter" }, h("input", { type: "search", id: "search", placeholder: t("Search all settings"), "aria-label": t("Search all settings"), value: state.search, oninput: (e) => { state.search = e.target.value; fill(); } }),
-        h("label", {}, h("input", { type: "checkbox", id: "all-settings", checked: state.all, onchange: (e) => { state.all = e.target.checked; fill(); } }), t("show defaults"))),
-        h("table", { class: "settings" }, h("thead", {}, h("tr", {}, [t("setting"), t("value"), t("origin")].map((name) => h("th", { scope: "col" }, name)))), body));
-      fill();
+      fills.push(() => {
+        const found = run.settings.map(([name, value, origin, lost, isDefault]) => [name, value, lost ? origin + t(" (overrides {values})", { values: lost }) : origin, isDefault]).filter(wanted);
+        body.replaceChildren(...found.map(([name, value, origin, isDefault]) => h("tr", { class: isDefault ? "default" : "" }, h("td", { class: "mono" }, name), h("td", { class: "mono" }, value), h("td", {}, origin))));
+        if (!found.length) body.append(h("tr", {}, h("td", { colspan: 3 }, none(t("All settings have their default values.")))));
+      });
+      box.append(h("table", { class: "settings" }, h("thead", {}, h("tr", {}, [t("setting"), t("value"), t("origin")].map((name) => h("th", { scope: "col" }, name)))), body));
     }
+    refill();
     const facts = (id, title, rows, reason) => h("article", { class: id === "panel-environment" ? "panel wide" : "panel", id }, h("h3", {}, title), rows.length ? h("dl", { class: "facts" }, rows.flatMap(([name, value]) => [h("dt", {}, t(name)), h("dd", { class: ["command", "folder", "working directory", "git"].includes(name) ? "mono" : "" }, value)])) : h("p", { class: "panel-note" }, reason));
     node.append(h("div", { class: "grid block" }, facts("panel-environment", t("Environment"), run.environment, ""), facts("panel-versions", t("Versions"), run.versions, t("No versions were recorded, because the run has no run.json."))));
   };
 
+  const outputSection = (main) => {
+    const run = data.runs[state.run], number = run.output.length;
+    state.output = Math.min(state.output, Math.max(0, number - 1));
+    const node = section("output", t("Output"), number ? t("The end of what each rank has printed, without secrets.") : "", runChoice("output"),
+      number > 1 ? segments("output of", run.output.map(({ rank, stream }, i) => [i, `rank ${rank} ${stream}`]), state.output, (i) => { state.output = i; }) : null);
+    main.append(node);
+    if (!number) { node.append(missingPanel("output", t("Console log"), run.missing.output)); return; }
+    const { text, path, rank, stream } = run.output[state.output];
+    node.append(h("article", { class: "panel", id: "panel-output" }, h("h3", {}, `rank ${rank} ${stream}`, h("small", { class: "mono" }, path)), h("pre", { class: "log", tabindex: "0" }, text)));
+  };
+
   const controls = () => {
-    document.getElementById("nav").replaceChildren(...[["compare", t("Compare")], ["time", t("Time")], ["training", t("Training")], ["speed", t("Speed")], ["ranks", t("Ranks")], ["settings", t("Configuration")]].filter(([id]) => id !== "compare" || several()).map(([id, text]) => h("a", { href: `#${id}` }, text)));
+    document.getElementById("nav").replaceChildren(...[["compare", t("Compare")], ["time", t("Time")], ["training", t("Training")], ["speed", t("Speed")], ["ranks", t("Ranks")], ["output", t("Output")], ["settings", t("Configuration")]].filter(([id]) => id !== "compare" || several()).map(([id, text]) => h("a", { href: `#${id}` }, text)));
     const isDark = root.dataset.theme === "dark";
     document.getElementById("controls").replaceChildren(
       segments("horizontal axis", [["step", t("Steps")], ["time", t("Time")]], state.axis, (axis) => { state.axis = axis; state.zoom = null; }),
@@ -544,6 +612,7 @@
     training(main);
     speed(main);
     rankSection(main);
+    outputSection(main);
     configuration(main);
     main.append(h("footer", {}, h("span", {}, t("Written by echelon {version}", { version: data.echelon })), h("span", {}, t("In a plot: "), h("kbd", {}, "←"), " ", h("kbd", {}, "→"), t(" read, "), h("kbd", {}, "+"), " ", h("kbd", {}, "-"), t(" zoom, "), h("kbd", {}, "Esc"), t(" show all"))));
     main.style.minHeight = "";
