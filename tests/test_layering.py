@@ -35,6 +35,9 @@ TORCH_FREE = (
     "report/",
     "cli/",
     "world/__init__.py",
+    "checkpoint/listing.py",
+    "checkpoint/read.py",
+    "data/order_state.py",
     "world/environment.py",
     "world/launch_variables.py",
 ) + tuple(

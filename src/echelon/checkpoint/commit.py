@@ -409,3 +409,16 @@ def _link_tree(source: Path, target: Path) -> None:
     for name in storage.entries(source):
         _link_tree(source / name, target / name)
     storage.sync_folder(target)
+
+
+def require_apart(source: Path, target: Path) -> None:
+    """Check that ``target`` is neither ``source`` nor a folder inside it.
+
+    Raises:
+        UsageError: ``target`` is inside ``source``.
+    """
+    if source.resolve() in (target.resolve(), *target.resolve().parents):
+        raise UsageError(
+            _("{target} is inside the checkpoint {source}", target=target, source=source),
+            do=_("use a folder outside the checkpoint"),
+        )

@@ -84,7 +84,7 @@ def list_folder(folder: Path, *, verify: BarOpener | None = None) -> Listing:
         elif match[2] == "old" and place_of(folder / match[1]).name == name:
             entries.append(_entry(folder / match[1], path, layout_of(path), verify))
         else:
-            leftovers.append(Leftover(name=name, num_bytes=_num_bytes(path)))
+            leftovers.append(Leftover(name=name, num_bytes=folder_bytes(path)))
     entries.sort(key=lambda entry: (entry.created, _number(entry.name)), reverse=True)
     return Listing(entries=entries, leftovers=leftovers)
 
@@ -123,12 +123,13 @@ def _entry(
         step=step,
         epoch=epoch,
         world_size=world_size,
-        num_bytes=_num_bytes(place),
+        num_bytes=folder_bytes(place),
         created=changed,
     )
 
 
-def _num_bytes(folder: Path) -> int:
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files in a checkpoint folder, which every command shows as its size."""
     return sum(path.lstat().st_size for path in Path(os.path.realpath(folder)).rglob("*") if path.is_file())
 
 

@@ -6,9 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from echelon.base.errors import CheckpointError
 from echelon.base.progress import BarOpener, no_bar, progress_bar
@@ -24,11 +22,22 @@ from echelon.checkpoint.manifest import (
     read_manifest,
     tensors_file,
 )
-from echelon.checkpoint.plan import Gather, gather_json
 from echelon.checkpoint.regions import ChunkBounds, ShardPart, TensorLayout, box_of, overlaps
-from echelon.checkpoint.tensor_file import FileFacts, Stored, checksum_of, require_dtype, stored_form, stored_tensors
-from echelon.distributed.small_messages import gather_bytes
-from echelon.world.world import World
+from echelon.checkpoint.tensor_file import (
+    FileFacts,
+    Stored,
+    checksum_of,
+    itemsize,
+    require_dtype,
+    stored_form,
+    stored_tensors,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from echelon.checkpoint.plan import Gather
+    from echelon.world.world import World
 
 
 class Checkpoint:
@@ -79,16 +88,16 @@ class Checkpoint:
 
     # ---- objects -----------------------------------------------------------------------------------------------------
 
-    def objects(self) -> dict[str, Any]:
-        """Return the objects shared by all ranks, by name."""
-        return self._objects(OBJECTS)
+    def objects(self, *, get_tensor: Callable[[str], Any] | None = None) -> dict[str, Any]:
+        """Return the objects shared by all ranks, by name; ``get_tensor`` (default: ``read``) returns their tensors."""
+        return self._objects(OBJECTS, get_tensor or self.read)
 
     def rank_objects(self, rank: int) -> dict[str, Any] | None:
         """Return the objects of ``rank`` by name, or None if that rank saved no objects or did not exist."""
         name = rank_objects_file(rank)
-        return self._objects(name) if name in self.manifest.files else None
+        return self._objects(name, self.read) if name in self.manifest.files else None
 
-    def _objects(self, name: str) -> dict[str, Any]:
+    def _objects(self, name: str, get_tensor: Callable[[str], Any]) -> dict[str, Any]:
         path = self.folder / name
         facts = self.manifest.files.get(name)
         if facts is None:
@@ -96,7 +105,7 @@ class Checkpoint:
         text = bytearray(facts.size)
         self._read(path, 0, memoryview(text))
         content = typed_json.from_bytes(bytes(text), source=str(path))
-        decoded = typed_json.decode(content, source=str(path), get_tensor=self.read)
+        decoded = typed_json.decode(content, source=str(path), get_tensor=get_tensor)
         if not isinstance(decoded, dict):
             raise damaged(f"{path} does not contain a dict of objects")
         return decoded
@@ -124,10 +133,12 @@ class Checkpoint:
     def num_bytes(self, name: str) -> int:
         """Return a tensor's size in bytes."""
         layout = self.layout(name)
-        return math.prod(layout.shape) * require_dtype(layout.dtype).itemsize
+        return math.prod(layout.shape) * itemsize(layout.dtype)
 
     def read(self, name: str, box: ChunkBounds | None = None) -> torch.Tensor:
         """Read a tensor, or only its part in ``box``, into host memory."""
+        import torch  # noqa: PLC0415 - echelon checkpoint ls, show and verify read no tensors
+
         layout = self.layout(name)
         box = box or ChunkBounds.whole(layout.shape)
         values = torch.empty(box.lengths, dtype=require_dtype(layout.dtype))
@@ -145,6 +156,8 @@ class Checkpoint:
         Raises:
             CheckpointError: a tensor is missing or has a different shape. In this case, nothing is copied.
         """
+        import torch  # noqa: PLC0415 - as above
+
         missing = [name for name in targets if self.manifest.of(name) is None]
         if missing:
             raise CheckpointError(
@@ -166,6 +179,8 @@ class Checkpoint:
                 progress(values.nbytes)
 
     def _fill(self, name: str, layout: TensorLayout, box: ChunkBounds, values: torch.Tensor) -> None:
+        import torch  # noqa: PLC0415 - as above
+
         stored_name = self.manifest.aliases.get(name, name)
         dtype = require_dtype(layout.dtype)
         for chunk, source, target in overlaps(layout, box):
@@ -254,7 +269,7 @@ def newest(
     candidates: Sequence[Path],
     *,
     world: World,
-    gather: Gather = gather_bytes,
+    gather: Gather | None = None,
 ) -> CheckpointSearch:
     """Return the first of ``candidates`` that is intact on every machine, along with those that were skipped and why.
 
@@ -263,7 +278,10 @@ def newest(
 
     Collective: call on every rank.
     """
-    listed = gather_json([str(path) for path in candidates], gather)
+    from echelon.checkpoint.plan import gather_json  # noqa: PLC0415 - torch
+    from echelon.distributed.small_messages import gather_bytes  # noqa: PLC0415 - torch
+
+    listed = gather_json([str(path) for path in candidates], gather or gather_bytes)
     skipped: list[tuple[Path, str]] = []
     for name in dict.fromkeys(name for each in listed for name in each):  # rank zero's order first
         checkpoint, problem = try_open(Path(name), world=world, gather=gather)
@@ -274,11 +292,14 @@ def newest(
     return CheckpointSearch(checkpoint=None, skipped=skipped)
 
 
-def try_open(folder: Path, *, world: World, gather: Gather = gather_bytes) -> tuple[Checkpoint | None, str | None]:
+def try_open(folder: Path, *, world: World, gather: Gather | None = None) -> tuple[Checkpoint | None, str | None]:
     """Return the checkpoint, or a description of a problem with it on any machine.
 
     Collective: call on every rank.
     """
+    from echelon.checkpoint.plan import gather_json  # noqa: PLC0415 - torch
+    from echelon.distributed.small_messages import gather_bytes  # noqa: PLC0415 - torch
+
     checkpoint = None
     try:
         checkpoint = Checkpoint(folder)
@@ -286,7 +307,7 @@ def try_open(folder: Path, *, world: World, gather: Gather = gather_bytes) -> tu
         problems = checkpoint.problems(share=world.local_rank, num_shares=world.local_world_size, show=progress_bar)
     except (CheckpointError, OSError) as error:
         token, problems = "", [error.what if isinstance(error, CheckpointError) else str(error)]
-    reports = gather_json([token, problems], gather)
+    reports = gather_json([token, problems], gather or gather_bytes)
     for rank, (_, theirs) in enumerate(reports):
         if theirs:
             where = f"rank {rank}: " if len(reports) > 1 else ""

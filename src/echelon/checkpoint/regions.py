@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from echelon.base.errors import CheckpointError, DesyncError
 from echelon.base.sharded import is_dtensor, is_strided, local_shape_and_offset
 from echelon.checkpoint.tensor_file import itemsize
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,17 @@ import torch
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.damage import damaged
-from echelon.checkpoint.formats.weight_files import aliases_of, cut_into_shards, index_of
+from echelon.checkpoint.formats.weight_files import cut_into_shards, index_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import ChunkBounds
-from echelon.checkpoint.tensor_file import header_of, stored_form, stored_tensors, torch_dtype, write_file
+from echelon.checkpoint.tensor_file import (
+    header_of,
+    stored_aliases,
+    stored_form,
+    stored_tensors,
+    torch_dtype,
+    write_file,
+)
 from echelon.compat.constants import SAFE_MODEL_NAME
 from echelon.distributed.small_messages import bytes_of
 
@@ -100,7 +107,7 @@ def weights_in(files: Sequence[Path]) -> Weights:
             name: StoredTensor(kind=entry.dtype, shape=entry.shape, read=partial(_read, path, name), file=path)
             for name, entry in header.items()
         }
-        aliases |= aliases_of(path, header)
+        aliases |= stored_aliases(path, header)
     return Weights(tensors=found, aliases=aliases)
 
 

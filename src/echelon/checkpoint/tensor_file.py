@@ -12,44 +12,56 @@ import math
 import queue
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import safetensors
 import xxhash
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import storage
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.typed_json import from_bytes
-from echelon.distributed.small_messages import bytes_of
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK_BYTES = 4 << 20  # unit of reading, writing and hashing
 MAX_HEADER_BYTES = 100_000_000
 """Maximum header size that the safetensors library can read."""
 
-_NAMES: Mapping[str, str] = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
+# Names of the dtypes in the format, and bytes per element.
+_STORED: Mapping[str, tuple[str, int]] = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint64": ("U64", 8),
+    "uint32": ("U32", 4),
+    "uint16": ("U16", 2),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
 }
 # Not all versions of the format have names for these dtypes. They are stored as bytes with one more dimension.
-_AS_BYTES = frozenset({"complex32", "complex64", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"})
+_AS_BYTES: Mapping[str, int] = {
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+}
+_DTYPES: Mapping[str, str] = {kind: dtype for dtype, (kind, _) in _STORED.items()}
+_WIDTHS: Mapping[str, int] = dict(_STORED.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +83,16 @@ class Stored:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the size in bytes of one element of the torch dtype with the given name."""
-    return int(require_dtype(dtype).itemsize)
+    """Return the size in bytes of one element of the torch dtype with the given name.
+
+    Raises:
+        CheckpointError: the dtype is not supported in checkpoints.
+    """
+    if dtype in _STORED:
+        return _STORED[dtype][1]
+    if dtype not in _AS_BYTES:
+        raise CheckpointError(f"checkpoints do not support tensors of dtype {dtype!r}", do="convert to another dtype")
+    return _AS_BYTES[dtype]
 
 
 def require_dtype(name: str) -> torch.dtype:
@@ -81,22 +101,28 @@ def require_dtype(name: str) -> torch.dtype:
     Raises:
         CheckpointError: the dtype is not supported in checkpoints or by this version of torch.
     """
-    if name not in _NAMES and name not in _AS_BYTES:
-        raise CheckpointError(f"checkpoints do not support tensors of dtype {name!r}", do="convert to another dtype")
+    import torch  # noqa: PLC0415 - echelon checkpoint reads manifests and headers without torch
+
+    itemsize(name)
     dtype: torch.dtype | None = getattr(torch, name, None)
     if dtype is None:
         raise CheckpointError(f"this version of torch does not support dtype {name!r}", do="use a newer torch")
     return dtype
 
 
+def dtype_name(kind: str) -> str:
+    """Return the name of the torch dtype that a safetensors header calls ``kind``."""
+    return _DTYPES[kind]
+
+
 def torch_dtype(kind: str) -> torch.dtype:
     """Return the torch dtype that a safetensors header calls ``kind``."""
-    return _DTYPES[kind]
+    return require_dtype(_DTYPES[kind])
 
 
 def stored_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """Return a tensor's dtype and shape according to the header."""
-    return (_NAMES[dtype], tuple(shape)) if dtype in _NAMES else ("U8", (*shape, itemsize(dtype)))
+    return (_STORED[dtype][0], tuple(shape)) if dtype in _STORED else ("U8", (*shape, itemsize(dtype)))
 
 
 def tensor_blocks(name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:
@@ -104,6 +130,8 @@ def tensor_blocks(name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Ite
 
     Tensors on other devices are copied to the host one at a time.
     """
+    from echelon.distributed.small_messages import bytes_of  # noqa: PLC0415 - torch
+
     # The largest elements come first. Each tensor is then aligned to its element size, as memory-mapping readers require.
     ordered = sorted(tensors, key=lambda item: (-item[1].element_size(), item[0]))
     if len({"__metadata__", *(key for key, _ in ordered)}) != len(ordered) + 1:
@@ -288,6 +316,13 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         raise damaged(f"{path} cannot be read: {error}") from error
 
 
+def stored_aliases(path: Path, names: Collection[str]) -> dict[str, str]:
+    """Return the tied-weight aliases that Accelerate stores in a safetensors file's metadata."""
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
+    return {name: target for name, target in metadata.items() if target in names and name not in names}
+
+
 def _entry(entry: Any, source: str, *, base: int) -> tuple[Stored, int]:
     try:
         kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -304,9 +339,3 @@ def _entry(entry: Any, source: str, *, base: int) -> tuple[Stored, int]:
 
 def _malformed(source: str, why: str) -> CheckpointError:
     return damaged(f"{source} is not a safetensors file: {why}")
-
-
-_DTYPES: Mapping[str, torch.dtype] = {
-    name: getattr(torch, dtype) for dtype, name in _NAMES.items() if hasattr(torch, dtype)
-}
-_WIDTHS: Mapping[str, int] = {name: itemsize(dtype) for dtype, name in _NAMES.items() if hasattr(torch, dtype)}

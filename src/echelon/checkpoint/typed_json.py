@@ -11,14 +11,16 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import storage
 from echelon.checkpoint.damage import damaged
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_DEPTH = 64
 """The maximum nesting of lists and dicts."""
@@ -121,12 +123,14 @@ def _encode(value: Any, name: str, depth: int, put_tensor: Callable[[str, torch.
     if kind is defaultdict and (value.default_factory is None or value.default_factory in _FACTORIES.values()):
         factory = None if value.default_factory is None else value.default_factory.__name__
         return {"$default_dict": [factory, inner(dict(value), "")]}
-    if kind in (tuple, torch.Size):
-        return {_NAMES[kind]: [inner(item, f"[{i}]") for i, item in enumerate(value)]}
+    if kind is tuple:
+        return {"$tuple": [inner(item, f"[{i}]") for i, item in enumerate(value)]}
     if kind in (set, frozenset):
         return {_NAMES[kind]: sorted((inner(item, " (an item)") for item in value), key=to_bytes)}
     if kind is deque:
         return {"$deque": [value.maxlen, [inner(item, f"[{i}]") for i, item in enumerate(value)]]}
+    import torch  # noqa: PLC0415 - after plain data, which needs no torch
+
     if put_tensor is not None and isinstance(value, torch.Tensor):
         put_tensor(name, value)
         return {"$tensor": name}
@@ -141,6 +145,8 @@ def _encode(value: Any, name: str, depth: int, put_tensor: Callable[[str, torch.
 
 
 def _encode_leaf(value: Any) -> dict[str, Any] | None:
+    import torch  # noqa: PLC0415 - as above
+
     kind = type(value)
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode("ascii")}
@@ -151,6 +157,8 @@ def _encode_leaf(value: Any) -> dict[str, Any] | None:
     if kind is np.ndarray and _ARRAY_DTYPE.fullmatch(value.dtype.str):
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode("ascii")
         return {"$array": [value.dtype.str, list(value.shape), data]}
+    if kind is torch.Size:
+        return {"$size": list(value)}
     if kind is torch.dtype:
         return {"$torch_dtype": str(value).removeprefix("torch.")}
     if kind is torch.device:
@@ -241,7 +249,15 @@ def _scalar(content: list[Any]) -> Any:
     return scalar
 
 
+def _size(content: list[Any]) -> torch.Size:
+    import torch  # noqa: PLC0415 - a file without torch's types is read without torch
+
+    return torch.Size(content)
+
+
 def _torch_dtype(content: str) -> torch.dtype:
+    import torch  # noqa: PLC0415 - as above
+
     dtype = getattr(torch, content, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{content!r} is not a dtype")
@@ -249,6 +265,8 @@ def _torch_dtype(content: str) -> torch.dtype:
 
 
 def _device(content: str) -> torch.device:
+    import torch  # noqa: PLC0415 - as above
+
     try:
         return torch.device(content)
     except RuntimeError as error:
@@ -256,7 +274,7 @@ def _device(content: str) -> torch.device:
 
 
 _PAIRS: Mapping[type, str] = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
-_NAMES: Mapping[type, str] = {tuple: "$tuple", torch.Size: "$size", set: "$set", frozenset: "$frozenset"}
+_NAMES: Mapping[type, str] = {set: "$set", frozenset: "$frozenset"}
 # The JSON type of each kind's content, the function that builds the value, and whether it holds encoded values.
 _DECODERS: Mapping[str, tuple[type, Callable[[Any], Any], bool]] = {
     "$dict": (list, dict, True),
@@ -264,7 +282,7 @@ _DECODERS: Mapping[str, tuple[type, Callable[[Any], Any], bool]] = {
     "$counter": (list, lambda content: Counter(dict(content)), True),
     "$default_dict": (list, _default_dict, True),
     "$tuple": (list, tuple, True),
-    "$size": (list, torch.Size, True),
+    "$size": (list, _size, True),
     "$set": (list, set, True),
     "$frozenset": (list, frozenset, True),
     "$deque": (list, _deque, True),

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -23,13 +23,23 @@ from echelon.base.messages.terminal import align_columns
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_, in_english
 from echelon.base.printable import printable
 from echelon.base.progress import progress_bar
+from echelon.checkpoint import storage
+from echelon.checkpoint.commit import new_folder, place_of, require_apart
+from echelon.checkpoint.formats.layouts import (
+    TRAINER_STATE,
+    layout_of,
+    require_layout,
+    require_whole,
+    weight_files,
+)
+from echelon.checkpoint.listing import CheckpointEntry, Listing, folder_bytes, list_folder
+from echelon.checkpoint.manifest import OBJECTS
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.tensor_file import dtype_name, itemsize, stored_aliases, stored_tensors
 from echelon.cli.help.completion import complete_folders
 from echelon.compat.byte_sizes import convert_file_size_to_int
 from echelon.config.origin import Origin, SettingSource
-
-if TYPE_CHECKING:
-    from echelon.checkpoint.listing import CheckpointEntry, Listing
-    from echelon.checkpoint.read import Checkpoint
+from echelon.data.order_state import position_in_epoch
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -80,15 +90,8 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 @_JSON
 def show(path: str, as_json: bool) -> None:
     """Print the tensors, optimizers, progress, settings and layout of a checkpoint, or of the newest checkpoint in a folder."""
-    from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
-    from echelon.checkpoint.formats.weight_files import weight_files  # noqa: PLC0415 - torch
-    from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
-
     folder = _newest_in(_folder(path))
-    if require_whole(folder) == "echelon":
-        content = _content(Checkpoint(folder))
-    else:
-        content = _foreign_content(folder, weight_files(folder))
+    content = _content(Checkpoint(folder)) if require_whole(folder) == "echelon" else _foreign_content(folder)
     click.echo(_json(content) if as_json else _readable(content))
 
 
@@ -113,10 +116,10 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
     If PATH contains several checkpoints, the newest is used. One process and a few megabytes of memory are enough, no matter
     how many ranks saved the checkpoint.
     """
-    from echelon.checkpoint.formats import merged_weights  # noqa: PLC0415 - torch
-
     limit = convert_file_size_to_int(max_shard_size)
     with _new_folder(_newest_in(_folder(path)), out) as (source, folder):
+        from echelon.checkpoint.formats import merged_weights  # noqa: PLC0415 - torch
+
         files = merged_weights.merge(
             source, folder, model=model, max_shard_bytes=limit, precision=precision, show=progress_bar
         )
@@ -135,9 +138,6 @@ def export(path: str, out: str, layout: str) -> None:
 
     If PATH contains several checkpoints, the newest is used.
     """
-    from echelon.checkpoint.formats import accelerate, merged_weights, transformers  # noqa: PLC0415 - torch
-    from echelon.checkpoint.formats.layouts import TRAINER_STATE, require_layout  # noqa: PLC0415 - torch
-
     path = str(_newest_in(_folder(path)))
     if (present := require_layout(Path(path))) != "echelon":
         raise UsageError(
@@ -145,6 +145,9 @@ def export(path: str, out: str, layout: str) -> None:
             where="echelon checkpoint export",
             do=_("use it as it is, or run echelon checkpoint import on it and export the result"),
         )
+    _require_new(Path(out))
+    from echelon.checkpoint.formats import accelerate, merged_weights, transformers  # noqa: PLC0415 - torch
+
     write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
     with _new_folder(_folder(path), out) as (source, folder):
         checkpoint = merged_weights.open_whole(source, progress_bar)
@@ -172,11 +175,8 @@ def export(path: str, out: str, layout: str) -> None:
 )
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     """Convert checkpoint PATH, written by Accelerate or transformers' Trainer, to echelon's format in the new folder OUT."""
-    from echelon.checkpoint.formats import accelerate, conversion, merged_weights, transformers  # noqa: PLC0415 - torch
-    from echelon.checkpoint.formats.layouts import require_whole  # noqa: PLC0415 - torch
-
     source, target = _folder(path), Path(out)
-    merged_weights.require_apart(source, target)
+    require_apart(source, target)
     _require_new(target)
     layout = require_whole(source)
     if layout == "echelon":
@@ -185,6 +185,8 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
             where="echelon checkpoint import",
             do=_("use it as it is"),
         )
+    from echelon.checkpoint.formats import accelerate, conversion, transformers  # noqa: PLC0415 - torch
+
     read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
     imported = read(source, parameters=[_lines(name) for name in parameters])
     conversion.write_imported(imported, target, source=source)
@@ -196,8 +198,6 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 
 def _folder(path: str) -> Path:
     """Return ``path`` if it exists, even if a crash during a commit has left it under a temporary name."""
-    from echelon.checkpoint.commit import place_of  # noqa: PLC0415 - torch
-
     folder = Path(path).expanduser()
     if not place_of(folder).is_dir():
         raise UsageError(
@@ -208,8 +208,6 @@ def _folder(path: str) -> Path:
 
 def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
     """List ``folder`` or, if it contains no checkpoints, its ``checkpoints`` folder; return the folder and the listing."""
-    from echelon.checkpoint.listing import list_folder  # noqa: PLC0415 - torch
-
     found = list_folder(folder, verify=verify)
     if not found.entries and (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
@@ -219,16 +217,12 @@ def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
 
 def _all_in(folder: Path) -> list[Path]:
     """Return ``[folder]`` if it is a checkpoint in echelon's format, else the checkpoints that it contains."""
-    from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
-
     place, found = (folder, None) if layout_of(folder) == "echelon" else _listed(folder)
     return [place / entry.name for entry in found.entries] if found and found.entries else [folder]
 
 
 def _newest_in(folder: Path) -> Path:
     """Return ``folder`` if it is a checkpoint; otherwise return and print the newest checkpoint in it."""
-    from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
-
     if layout_of(folder) is not None:
         return folder
     place, found = _listed(folder)
@@ -254,10 +248,6 @@ def _require_new(target: Path) -> None:
 @contextmanager
 def _new_folder(source: Path, out: str) -> Iterator[tuple[Path, Path]]:
     """Yield ``source`` and a temporary folder that becomes ``out`` if the block succeeds."""
-    from echelon.checkpoint import storage  # noqa: PLC0415 - torch
-    from echelon.checkpoint.commit import new_folder  # noqa: PLC0415 - torch
-    from echelon.checkpoint.formats.merged_weights import require_apart  # noqa: PLC0415 - torch
-
     target = Path(out).expanduser().absolute()
     require_apart(source, target)
     _require_new(target)
@@ -278,9 +268,6 @@ def _lines(path: str) -> list[str]:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    from echelon.checkpoint.formats.layouts import require_layout  # noqa: PLC0415 - torch
-    from echelon.checkpoint.read import Checkpoint  # noqa: PLC0415 - torch
-
     try:
         layout = require_layout(folder)
         if layout != "echelon":
@@ -293,12 +280,8 @@ def _verified(folder: Path) -> dict[str, Any]:
         problems = checkpoint.problems(show=progress_bar)
     except CheckpointError as error:
         return {"path": str(folder), "status": _("damaged"), "problems": [error.what]}
-    num_bytes = sum(facts.size for facts in checkpoint.manifest.files.values())
-    status = (
-        _("damaged")
-        if problems
-        else _("intact: {number} files, {size}", number=len(checkpoint.manifest.files) + 1, size=_size(num_bytes))
-    )
+    num_files, size = len(checkpoint.manifest.files) + 1, _size(folder_bytes(checkpoint.folder))
+    status = _("damaged") if problems else _("intact: {number} files, {size}", number=num_files, size=size)
     return {"path": str(folder), "status": status, "problems": problems}
 
 
@@ -322,7 +305,7 @@ def _listing(folder: Path, found: Listing) -> str:
                 inner=printable(" ".join(inner)),
             )
         return _("{folder} contains no checkpoints", folder=folder)
-    head = (N_("name"), N_("step"), N_("epoch"), N_("size"), N_("ranks"), N_("age"), N_("layout"), N_("state"))
+    head = (N_("name"), N_("step"), N_("epoch"), N_("size"), N_("ranks"), N_("age"), N_("format"), N_("state"))
     lines = [tuple(map(_, head))]
     lines += [
         (
@@ -354,29 +337,25 @@ def _state(entry: CheckpointEntry) -> str:
 
 
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:
-    from echelon.checkpoint.formats.weight_files import weight_files  # noqa: PLC0415 - torch
-    from echelon.checkpoint.manifest import OBJECTS  # noqa: PLC0415 - torch
-    from echelon.checkpoint.stored_weights import weights_in  # noqa: PLC0415 - torch
-    from echelon.checkpoint.tensor_file import itemsize  # noqa: PLC0415 - torch
-    from echelon.data.data_facts import position_in_epoch  # noqa: PLC0415 - torch
-
     manifest = checkpoint.manifest
     files = sorted(manifest.files)
     if OBJECTS in files and (wrong := checkpoint.problems(share=files.index(OBJECTS), num_shares=len(files))):
         raise CheckpointError(
             "; ".join(wrong), do=_("run echelon checkpoint ls --verify on its folder to find an intact checkpoint")
         )
-    objects = checkpoint.objects() if OBJECTS in files else {}
+
+    def get_tensor(name: str) -> Any:  # a learning rate may be a tensor; the others are not shown
+        return checkpoint.read(name) if name.startswith("optimizer_groups") else name
+
+    objects = checkpoint.objects(get_tensor=get_tensor) if OBJECTS in files else {}
     loaders = [position_in_epoch(state, num_ranks=manifest.world_size) for state in objects.get("orders", [])]
-    # A Trainer stores its weights only in files that other programs can read.
-    beside = [file for file in weight_files(checkpoint.folder) if file.suffix == ".safetensors"]
     return {
         "path": str(checkpoint.folder),
         "format": "echelon",
         "created": manifest.created,
         "written_by": manifest.written_by,
         "world_size": manifest.world_size,
-        "num_bytes": sum(facts.size for facts in manifest.files.values()),
+        "num_bytes": folder_bytes(checkpoint.folder),
         "progress": _progress(manifest.progress or {}, loaders),
         "loaders": loaders,
         "layout": manifest.layout,
@@ -396,10 +375,8 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
             }
             for name, tensor in sorted(manifest.tensors.items())
         ]
-        + [
-            {"name": name, "dtype": tensor.kind, "shape": list(tensor.shape), "file": tensor.file and tensor.file.name}
-            for name, tensor in sorted(weights_in(beside).tensors.items())
-        ],
+        # A Trainer stores its weights only in files that other programs can read.
+        + _tensors_in(checkpoint.folder),
         "aliases": dict(manifest.aliases),
     }
 
@@ -413,6 +390,17 @@ def _progress(saved: Mapping[str, Any], loaders: Sequence[Mapping[str, Any]]) ->
         found["position"] = known[0] if len(known) == 1 else None
     found["tokens_seen"] = found.get("tokens_seen") or None  # no num_items= was given
     return found
+
+
+def _progress_text(progress: Mapping[str, Any]) -> str:
+    texts = {
+        "step": N_("step {number}"),
+        "epoch": N_("epoch {number}"),
+        "samples_seen": N_("{number} samples seen"),
+        "tokens_seen": N_("{number} tokens seen"),
+    }
+    known = {name: progress.get(name) for name in texts}
+    return ", ".join(_(texts[name], number=number) for name, number in known.items() if number is not None)
 
 
 def _loader_text(index: int, loader: Mapping[str, Any]) -> str:
@@ -439,34 +427,41 @@ def _origin(text: str) -> str:
     return text if known is None else str(Origin(known, detail))
 
 
-def _foreign_content(folder: Path, files: list[Path]) -> dict[str, Any]:
-    from echelon.checkpoint.formats.layouts import layout_of  # noqa: PLC0415 - torch
-    from echelon.checkpoint.stored_weights import weights_in  # noqa: PLC0415 - torch
-
-    weights = weights_in([file for file in files if file.suffix == ".safetensors"])
+def _foreign_content(folder: Path) -> dict[str, Any]:
+    tensors = _tensors_in(folder)
+    names = {one["name"] for one in tensors}
     return {
         "path": str(folder),
         "format": layout_of(folder),
         "files": sorted(path.name for path in folder.iterdir()),
-        "num_bytes": weights.num_bytes(),
-        "tensors": [
-            {"name": name, "dtype": tensor.kind, "shape": list(tensor.shape)}
-            for name, tensor in sorted(weights.tensors.items())
-        ],
-        "aliases": dict(weights.aliases),
+        "num_bytes": folder_bytes(folder),
+        "tensors": tensors,
+        "aliases": {k: v for file in _safetensors_in(folder) for k, v in stored_aliases(file, names).items()},
     }
+
+
+def _safetensors_in(folder: Path) -> list[Path]:
+    return [file for file in weight_files(folder) if file.suffix == ".safetensors"]
+
+
+def _tensors_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the tensors in the weight files of ``folder``, from the headers of the files."""
+    found = [(name, one, file.name) for file in _safetensors_in(folder) for name, one in stored_tensors(file).items()]
+    return [
+        {"name": name, "dtype": dtype_name(one.dtype), "shape": list(one.shape), "file": file}
+        for name, one, file in sorted(found, key=lambda item: item[0])
+    ]
 
 
 def _readable(content: dict[str, Any]) -> str:
     lines = [(N_("path"), content["path"]), (N_("format"), content["format"])]
-    for key in (N_("created"), N_("written_by"), N_("world_size")):
-        lines += [(key, content[key])] if key in content else []
+    labels = {"created": N_("created"), "written_by": N_("written by"), "world_size": N_("ranks")}
+    lines += [(label, content[key]) for key, label in labels.items() if key in content]
     lines.append((N_("size"), _size(content["num_bytes"])))
-    for key in (N_("progress"), N_("layout")):
-        facts = {name: value for name, value in (content.get(key) or {}).items() if value is not None}
-        lines.append((key, ", ".join(f"{name}={value}" for name, value in facts.items())))
-        if key == "progress":
-            lines += [("", _loader_text(i, one)) for i, one in enumerate(content.get("loaders", []))]
+    lines.append((N_("progress"), _progress_text(content.get("progress") or {})))
+    lines += [("", _loader_text(i, one)) for i, one in enumerate(content.get("loaders", []))]
+    layout = {name: value for name, value in (content.get("layout") or {}).items() if name != "world_size"}
+    lines.append((N_("layout"), ", ".join(f"{name} {value}" for name, value in layout.items() if value is not None)))
     parts: list[str] = [_table([(_(name), str(value)) for name, value in lines if value])]
     if content.get("config"):
         chosen = {name: one for name, one in content["config"].items() if str(one[1]) != "default"}
@@ -478,7 +473,7 @@ def _readable(content: dict[str, Any]) -> str:
             "  "
             + _("group {number}: {count} parameters", number=j, count=group["params"])
             + ", "
-            + ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
+            + ", ".join(f"{key}={value}" for key, value in group.items() if key != "params" and value is not None)
             for j, group in enumerate(groups)
         ]
         parts.append("\n".join([_("optimizer {number}", number=i), *lines_of_groups]))
@@ -496,8 +491,10 @@ def _readable(content: dict[str, Any]) -> str:
         "  " + _("{name} is an alias of {target}", name=name, target=target)
         for name, target in content["aliases"].items()
     ]
-    if content.get("objects") or content.get("files"):
-        parts.append(_("also contains {files}", files=", ".join(content.get("objects") or content["files"])))
+    if content.get("objects"):
+        parts.append(_("objects.json contains {names}", names=", ".join(content["objects"])))
+    if content.get("files"):
+        parts.append(_("files: {names}", names=", ".join(content["files"])))
     return "\n".join(parts)
 
 

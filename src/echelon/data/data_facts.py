@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 
 from echelon.base.lengths import length_of
 from echelon.data.exact.exact_batches import ExactOptions
+from echelon.data.order_state import samples_of_a_step
 from echelon.data.sharding.sample_order import SeedableRandomSampler
 from echelon.distributed.checks.data_fingerprint import ColumnFingerprint, are_of_different_data, column_fingerprints
 
@@ -158,61 +159,15 @@ def changes_between(saved: DataFacts, here: DataFacts, *, num_ranks_saved: int, 
     return found
 
 
+def _samples_of_a_step(facts: DataFacts, num_ranks: int) -> int | None:
+    return samples_of_a_step(facts.batch_size, split_batches=facts.split_batches, num_ranks=num_ranks)
+
+
 def _columns(stored: Mapping[str, tuple[int, bool]]) -> dict[str, ColumnFingerprint]:
     return {name: ColumnFingerprint(value=value, varies=varies) for name, (value, varies) in stored.items()}
 
 
-def _samples_of_a_step(facts: DataFacts, num_ranks: int) -> int | None:
-    if facts.batch_size is None:
-        return None
-    return facts.batch_size if facts.split_batches else facts.batch_size * num_ranks
-
-
 # ---- the position in a pass ------------------------------------------------------------------------------------------------
-
-
-def is_within_training_pass(state: Mapping[str, Any]) -> bool:
-    """Return whether a loader's ``order_state`` was saved during a training pass."""
-    record = state.get("pass")
-    if record is not None:
-        return bool(record["is_within"] and record["trains"])
-    exact = state.get("exact")
-    return bool(state.get("is_within")) if exact is None else bool(exact["position"])
-
-
-def is_of_evaluation(state: Mapping[str, Any]) -> bool:
-    """Return whether the latest pass in a loader's ``order_state`` was an evaluation pass."""
-    record = state.get("pass")
-    return record is not None and not record["trains"]
-
-
-def position_in_epoch(state: Mapping[str, Any], *, num_ranks: int) -> dict[str, Any]:
-    """Return where a loader's saved ``order_state`` continues.
-
-    Args:
-        num_ranks: number of ranks that saved it.
-
-    Returns:
-        ``epoch``; ``batches``, the number of batches that each rank has read in this epoch (None in exact modes, where it depends on
-        the number of ranks); ``samples``, the number that all ranks together have read; ``num_samples``, the number of samples of an
-        epoch; ``trains``, whether the loader's last pass was a training pass. Numbers that are unknown are None.
-    """
-    facts, record, exact = state.get("data") or {}, state.get("pass"), state.get("exact")
-    total = facts.get("num_samples") if facts.get("num_drawn") is None else facts["num_drawn"]
-    found = {"num_samples": total, "trains": None if record is None else bool(record["trains"])}
-    if exact is not None:
-        return {"epoch": exact["epoch"], "batches": None, "samples": exact["position"], **found}
-    if not state.get("is_within"):
-        return {"epoch": state["iteration"], "batches": 0, "samples": 0, **found}
-    if record is None:  # a checkpoint was loaded, and no pass has started since
-        return {"epoch": state["iteration"], "batches": None, "samples": None, **found}
-    size, given = _samples_of_a_step(DataFacts.from_json(facts), num_ranks) if facts else None, record["num_given"]
-    return {
-        "epoch": record["epoch"],
-        "batches": given,
-        "samples": None if size is None else given * size,
-        **found,
-    }
 
 
 def moved_position(

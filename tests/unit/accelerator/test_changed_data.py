@@ -14,8 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import EchelonWarning
-from echelon.data.data_facts import DataFacts, changes_between, is_within_training_pass
+from echelon.data.data_facts import DataFacts, changes_between
 from echelon.data.loader import PreparedLoader
+from echelon.data.order_state import is_within_training_pass
 from echelon.trainer import Trainer, TrainerCallback
 from echelon.utils import GradientAccumulationPlugin, ProjectConfiguration
 from tests.trainer_models import Line, arguments

@@ -8,6 +8,8 @@ import pickle
 import random
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,6 +245,44 @@ def test_show_prints_tensors_optimizers_settings_and_progress(echelon: Echelon, 
     assert any(line.split() == ["models.0.embed.weight", "float32", "[6,", "4]", "ranks", "0"] for line in lines)
     assert any(line.split()[:2] == ["cpu", "True"] and "(code Accelerator(cpu=))" in line for line in lines)
     assert "  models.0.head.weight is an alias of models.0.embed.weight" in lines
+
+
+def test_every_command_shows_one_size_and_show_uses_words(echelon: Echelon, saved: Path) -> None:
+    num_bytes = sum(path.stat().st_size for path in saved.iterdir())
+    (listed,) = json.loads(echelon("checkpoint", "ls", saved.parent, "--json").out)["entries"]
+    shown = json.loads(echelon("checkpoint", "show", saved, "--json").out)
+    assert (listed["num_bytes"], shown["num_bytes"]) == (num_bytes, num_bytes)
+    size = f"{num_bytes / 1000:.3g} kB"
+    texts = [echelon("checkpoint", *argv).out for argv in (("ls", saved.parent), ("show", saved), ("verify", saved))]
+    assert all(size in text for text in texts), (size, texts)
+    assert re.search(r"^written by  echelon", texts[1], re.MULTILINE)
+    assert re.search(r"^progress +step 3, epoch 0$", texts[1], re.MULTILINE)
+    assert not re.search("written_by|world_size|_seen|micro_step|None,", texts[1])
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (("ls", "runs"), 0),
+        (("show", "runs"), 0),
+        (("verify", "runs"), 0),
+        (("ls", "gone"), 2),
+        (("show", "gone"), 2),
+        (("merge", "gone", "out"), 2),
+        (("merge", "runs", "runs"), 2),
+        (("export", "gone", "out", "--format", "accelerate"), 2),
+        (("import", "gone", "out"), 2),
+    ],
+)
+def test_torch_is_not_imported_to_look_at_a_folder(
+    argv: tuple[str, ...], code: int, saved: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(saved, tmp_path / "runs" / saved.name)
+    program = f"import sys; from echelon.cli.main import _run; code = _run({['checkpoint', *argv]}); assert 'torch' not in sys.modules; sys.exit(code)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert found.returncode == code, found.stdout + found.stderr
 
 
 def _train_to_the_middle_of_epoch_1(level: str, parity: str, folder: str) -> None:

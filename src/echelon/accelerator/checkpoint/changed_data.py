@@ -15,11 +15,10 @@ from echelon.data.data_facts import (
     DataChange,
     DataFacts,
     changes_between,
-    is_of_evaluation,
-    is_within_training_pass,
     moved_position,
 )
 from echelon.data.loader import PreparedLoader
+from echelon.data.order_state import is_of_evaluation, is_within_training_pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

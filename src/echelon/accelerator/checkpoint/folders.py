@@ -13,9 +13,9 @@ from echelon.base.progress import progress_bar
 from echelon.checkpoint import storage
 from echelon.checkpoint.background_save import store_gather
 from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_nothing
-from echelon.checkpoint.formats.layouts import TRAINER_STATE, layout_of
+from echelon.checkpoint.formats.layouts import TRAINER_STATE, layout_of, weight_files
 from echelon.checkpoint.formats.transformers import SCHEDULER
-from echelon.checkpoint.formats.weight_files import read_model, weight_files
+from echelon.checkpoint.formats.weight_files import read_model
 from echelon.checkpoint.plan import gather_json
 from echelon.checkpoint.read import Checkpoint, try_open
 from echelon.checkpoint.rotation import numbered

@@ -15,8 +15,9 @@ from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage, typed_json
+from echelon.checkpoint.formats.layouts import weight_files
 from echelon.checkpoint.formats.optimizer_states import named_states
-from echelon.checkpoint.formats.weight_files import plain_names, read_model, weight_files
+from echelon.checkpoint.formats.weight_files import plain_names, read_model
 from echelon.checkpoint.manifest import rank_objects_file
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.save import Content, PendingCheckpoint

@@ -1,4 +1,4 @@
-"""Detects a checkpoint folder's layout from its file names."""
+"""Detects a checkpoint folder's layout, and its weight files, from the names of its files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Literal
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.checkpoint import storage
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.manifest import MANIFEST
+from echelon.checkpoint.typed_json import read_json
 from echelon.compat.constants import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
     SAFE_MODEL_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    WEIGHTS_INDEX_NAME,
 )
 
 Layout = Literal["echelon", "accelerate", "transformers", "sharded"]
@@ -85,3 +89,24 @@ def require_whole(folder: Path) -> Layout:
             "it again with FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
         )
     return layout
+
+
+def weight_files(folder: Path, model: int = 0) -> list[Path]:
+    """Return a model's weight files in Accelerate's or transformers' layout; empty if the model does not exist.
+
+    Raises:
+        CheckpointError: the index is damaged, or refers to files outside the folder.
+    """
+    ending = f"_{model}" if model else ""
+    single = (f"{SAFE_MODEL_NAME}{ending}.safetensors", f"{MODEL_NAME}{ending}.bin", f"{FSDP_MODEL_NAME}{ending}.bin")
+    for name in single:
+        if (folder / name).is_file():
+            return [folder / name]
+    for name in () if model else (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        if (folder / name).is_file():
+            weights = read_json(folder / name).get("weight_map")
+            files = sorted(set(weights.values())) if isinstance(weights, dict) else []
+            if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
+                raise damaged(f"{folder / name} does not list weight files in the same folder")
+            return [folder / file for file in files]
+    return []

@@ -15,12 +15,12 @@ from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import BarOpener, progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
-from echelon.checkpoint.commit import discard
+from echelon.checkpoint.commit import discard, require_apart
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.conversion import num_models_in, weights_beside
-from echelon.checkpoint.formats.layouts import require_layout, require_whole
+from echelon.checkpoint.formats.layouts import require_layout, require_whole, weight_files
 from echelon.checkpoint.formats.torch_files import load
-from echelon.checkpoint.formats.weight_files import read_model, weight_files, write_shards
+from echelon.checkpoint.formats.weight_files import read_model, write_shards
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.stored_weights import PRECISIONS, weights_in, weights_of, write_weights
 from echelon.checkpoint.tensor_names import model_prefix
@@ -127,16 +127,6 @@ def open_whole(source: Path, show: BarOpener) -> Checkpoint:
         listing = "\n".join(f"    {problem}" for problem in problems)
         raise damaged(f"{source} is damaged\n{listing}")
     return checkpoint
-
-
-def require_apart(source: Path, target: Path) -> None:
-    """Check that ``target`` is neither ``source`` nor a folder inside it.
-
-    Raises:
-        UsageError: ``target`` is inside ``source``.
-    """
-    if source.resolve() in (target.resolve(), *target.resolve().parents):
-        raise UsageError(f"{target} is inside the checkpoint {source}", do="use a folder outside the checkpoint")
 
 
 def _chosen(model: int | None, count: int, source: Path) -> int:

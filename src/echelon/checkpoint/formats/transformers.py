@@ -22,10 +22,9 @@ from echelon.checkpoint.formats.conversion import (
     rank_objects_in,
     training_objects_in,
 )
-from echelon.checkpoint.formats.layouts import TRAINER_STATE
+from echelon.checkpoint.formats.layouts import TRAINER_STATE, weight_files
 from echelon.checkpoint.formats.optimizer_states import numbered_state, rests_in
 from echelon.checkpoint.formats.torch_files import load, read_all_ranks, refused_in, write_pickled
-from echelon.checkpoint.formats.weight_files import weight_files
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.stored_weights import weights_of, write_weights

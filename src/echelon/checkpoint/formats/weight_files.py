@@ -16,37 +16,13 @@ from echelon.base.errors import UsageError
 from echelon.base.progress import progress_bar
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.torch_files import load
-from echelon.checkpoint.typed_json import read_json
+from echelon.checkpoint.tensor_file import stored_aliases
 from echelon.compat.constants import (
-    FSDP_MODEL_NAME,
-    MODEL_NAME,
-    SAFE_MODEL_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-
-
-def weight_files(folder: Path, model: int = 0) -> list[Path]:
-    """Return a model's weight files in Accelerate's or transformers' layout; empty if the model does not exist.
-
-    Raises:
-        CheckpointError: the index is damaged, or refers to files outside the folder.
-    """
-    ending = f"_{model}" if model else ""
-    single = (f"{SAFE_MODEL_NAME}{ending}.safetensors", f"{MODEL_NAME}{ending}.bin", f"{FSDP_MODEL_NAME}{ending}.bin")
-    for name in single:
-        if (folder / name).is_file():
-            return [folder / name]
-    for name in () if model else (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if (folder / name).is_file():
-            weights = read_json(folder / name).get("weight_map")
-            files = sorted(set(weights.values())) if isinstance(weights, dict) else []
-            if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
-                raise damaged(f"{folder / name} does not list weight files in the same folder")
-            return [folder / file for file in files]
-    return []
 
 
 def read_weights(path: Path, *, map_location: Any = "cpu") -> dict[str, Any]:
@@ -74,7 +50,7 @@ def read_model(files: Sequence[Path]) -> dict[str, Any]:
     for file in files:
         state |= read_weights(file)
         if file.suffix == ".safetensors":
-            state |= {name: state[target] for name, target in aliases_of(file, state).items()}
+            state |= {name: state[target] for name, target in stored_aliases(file, state).items()}
     return state
 
 
@@ -84,13 +60,6 @@ def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
     while plain and all(name.startswith("module.") for name in plain):
         plain = {name.removeprefix("module."): value for name, value in plain.items()}
     return plain
-
-
-def aliases_of(path: Path, names: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tied-weight aliases that Accelerate stores in a safetensors file's metadata."""
-    with safetensors.safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-    return {name: target for name, target in metadata.items() if target in names and name not in names}
 
 
 def write_tensors(state_dict: Mapping[str, Any], f: Any) -> None:
