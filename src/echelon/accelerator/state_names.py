@@ -12,7 +12,7 @@ from torch import nn
 
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.base.messages.translation import gettext as _
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix
@@ -25,17 +25,22 @@ KERNEL_OPTIONS = ("foreach", "fused")
 _PIECE = re.compile(r"(model|optimizer|scheduler|loader|custom|scaler)(\[\d+\](\..+)?)?")
 
 
+START_OVER = N_("to start over, use another folder for the checkpoints, or delete this checkpoint")
+"""The end of an error's advice, in English."""
+
+
 class Allowed:
     """The entries that may be missing from a checkpoint or from this run.
 
     Args:
         names: ``"scheduler"`` (all of them), ``"loader[0]"``, ``"model[0].head"`` (weights with this prefix), ...
+        is_argument: whether the function that the user called takes ``allow_missing=`` and ``strict=``, for error messages.
 
     Raises:
         UsageError: a name is invalid.
     """
 
-    def __init__(self, names: Collection[str] = ()) -> None:
+    def __init__(self, names: Collection[str] = (), *, is_argument: bool = True) -> None:
         if isinstance(names, str):
             names = (names,)
         wrong = [name for name in names if not _PIECE.fullmatch(name)]
@@ -45,6 +50,7 @@ class Allowed:
                 do="use names such as 'model[0].head', 'optimizer[1]', 'scheduler', 'loader[0]', 'custom[0]', 'scaler'",
             )
         self._names = tuple(names)
+        self.is_argument = is_argument
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -118,7 +124,10 @@ class NamedOptimizer:
             raise CheckpointError(
                 f"optimizer {index} of {checkpoint.folder} has groups of {sizes[0]} parameters, but this run has groups of "
                 f"{sizes[1]}; they differ in {', '.join(differing[:3])}",
-                do="create the optimizer with the parameter groups of the saved run",
+                do=_(
+                    "create the optimizer with the parameter groups of the saved run; {start_over}",
+                    start_over=_(START_OVER),
+                ),
             )
         settings = iter([group for group, names in zip(saved, theirs) if names])
         frozen_groups = _matching_frozen(

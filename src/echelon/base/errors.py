@@ -92,7 +92,7 @@ class CheckpointError(EchelonError, RuntimeError):
         optimizer or number of loaders; another run is saving to the same folder.
     Do: find the damaged file with ``echelon checkpoint verify FOLDER``, and list the contents with ``echelon checkpoint show
         FOLDER``. Resume from an older checkpoint (``echelon checkpoint ls FOLDER``), or prepare the same objects that were
-        saved.
+        saved. To start over, use another folder.
     """
 
 

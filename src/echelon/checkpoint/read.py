@@ -162,8 +162,7 @@ class Checkpoint:
         if missing:
             raise CheckpointError(
                 f"{self.folder} does not contain {', '.join(missing[:5])}{' and others' if len(missing) > 5 else ''}",
-                do="load a checkpoint of this model, or pass load_state(allow_missing=) to allow these names to be "
-                "missing",
+                do="load a checkpoint of this model, or leave these names out of targets",
             )
         wanted = {name: box_of(target) for name, target in targets.items()}
         for name, (shape, _, _) in wanted.items():

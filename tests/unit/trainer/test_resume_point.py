@@ -633,3 +633,17 @@ def test_data_without_a_length_goes_on_after_the_samples_of_other_batches(tmp_pa
             trainer.train(resume_from_checkpoint=resume)
         seen += model.seen
     assert seen == [*map(float, range(10)), *(100.0 + i for i in range(6))]
+
+
+@pytest.mark.parametrize("layout", ["echelon", "transformers"])
+def test_the_advice_for_another_model_names_no_argument_that_train_lacks(layout: str, tmp_path: Path) -> None:
+    def options() -> TrainingArguments:
+        return arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, checkpoint_format=layout)
+
+    Trainer(Net(), options(), train_dataset=Noisy(noise=False)).train()
+    other = Net()
+    other.second = nn.Linear(8, 4)
+    other.third = nn.Linear(1, 1)
+    with pytest.raises(CheckpointError, match="to start over, ") as caught:
+        Trainer(other, options(), train_dataset=Noisy(noise=False)).train(resume_from_checkpoint=True)
+    assert not re.search("allow_missing|strict", str(caught.value))

@@ -16,7 +16,7 @@ from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import CheckpointError, UsageError
-from echelon.base.messages.translation import gettext as _
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.accelerate import (
     OURS,
@@ -166,7 +166,12 @@ def load_accelerator_state(
 
     for i, model in enumerate(models):
         path = weights_path(folder, i)
-        load_weights(model, read_weights(path, map_location=place), source=path, **load_model_func_kwargs)
+        advice = N_(
+            "load the weights into the model they were saved from, or pass strict=False; to start over, use another folder "
+            "for the checkpoints"
+        )
+        weights = read_weights(path, map_location=place)
+        load_weights(model, weights, source=path, advice=advice, **load_model_func_kwargs)
     for i, optimizer in enumerate(optimizers):
         state = load(state_path(folder, OPTIMIZER_NAME, i), **options)
         if isinstance(optimizer, AcceleratedOptimizer):

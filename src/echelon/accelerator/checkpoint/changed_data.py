@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echelon.accelerator.state_names import START_OVER
 from echelon.base.errors import CheckpointError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
@@ -31,8 +32,8 @@ class DataPolicy:
     """The run resumes at an epoch boundary, regardless of what the loaders recorded."""
     finds_batches: bool = False
     """Accept a different batch size, because positions are counted in samples."""
-    is_announced: bool = False
-    """The caller says where the run resumes."""
+    is_of_trainer: bool = False
+    """The Trainer loads the checkpoint: it says where the run resumes, and takes no ``allow_missing=`` or ``strict=``."""
 
 
 def reconcile_data(
@@ -101,10 +102,18 @@ def reconcile_data(
 def changed_data_error(source: object, changes: Sequence[str], positions: Sequence[str]) -> CheckpointError:
     """Return the error for data that changed in the middle of an epoch."""
     return CheckpointError(
-        f"{source} was saved in the middle of an epoch, and its data has changed since: {'; '.join(changes)}. Samples would be "
-        "repeated or skipped",
-        do="resume with the same data, batch size and order, or from a checkpoint saved at the end of an epoch; or "
-        f"pass allow_changed_data=True (echelon launch --allow_changed_data): then {'; '.join(positions)}",
+        _(
+            "{source} was saved in the middle of an epoch, and its data has changed since: {changes}. Samples would be "
+            "repeated or skipped",
+            source=source,
+            changes="; ".join(changes),
+        ),
+        do=_(
+            "resume with the same data, batch size and order, or from a checkpoint saved at the end of an epoch; or pass "
+            "allow_changed_data=True (echelon launch --allow_changed_data): then {positions}; {start_over}",
+            positions="; ".join(positions),
+            start_over=_(START_OVER),
+        ),
     )
 
 

@@ -379,7 +379,7 @@ class Checkpoints:
         session, objects = self._session, self._session.objects
         self.store.wait()
         map_location = options.pop("map_location", None)
-        allowed = Allowed(options.pop("allow_missing", ()))
+        allowed = Allowed(options.pop("allow_missing", ()), is_argument=not self.data_policy.is_of_trainer)
         given = options.pop("allow_changed_data", None)
         allows = session.config.value.allow_changed_data if given is None else given
         data = replace(self.data_policy, allows_changes=allows or self.data_policy.allows_changes)
@@ -387,8 +387,8 @@ class Checkpoints:
         session.update.drop_update()
         if checkpoint is None and allowed:
             raise UsageError(
-                "load_state(allow_missing=) requires a checkpoint in echelon's own format, but this one is not",
-                do="remove allow_missing, or load a checkpoint in echelon's own format",
+                _("allow_missing= requires a checkpoint in echelon's own format, but {folder} is not", folder=folder),
+                do=_("remove allow_missing, or load a checkpoint in echelon's own format"),
             )
         with raise_on_all_ranks("load_state"):
             strict = options.pop("strict", True) if checkpoint is not None else True
@@ -512,7 +512,7 @@ class Checkpoints:
         with raise_on_all_ranks("resume"):
             position = self._session.epochs.saved_position()
             epoch = self._session.resume_epochs()
-        if not self.data_policy.is_announced:  # a warning, because only these are visible by default
+        if not self.data_policy.is_of_trainer:  # a warning, because only these are visible by default
             _logger.warning(
                 N_("resuming from %s: step %d, epoch %d%s"), place, self._session.progress.step, epoch, position
             )
@@ -563,12 +563,13 @@ class Checkpoints:
         skipped = "\n".join(f"    {path.name}: {why}" for path, why in passed_over)
         if found is None and not skipped:
             raise UsageError(
-                f"{self.store.folder()} holds no checkpoint", do="pass input_dir, or save a checkpoint first"
+                _("{folder} holds no checkpoint", folder=self.store.folder()),
+                do=_("pass the folder of a checkpoint, or save a checkpoint first"),
             )
         if found is None:
             raise CheckpointError(
-                f"{self.store.folder()} contains no complete checkpoint\n{skipped}",
-                do="pass the input_dir of another checkpoint; to start from scratch, set another project_dir",
+                _("{folder} contains no complete checkpoint\n{skipped}", folder=self.store.folder(), skipped=skipped),
+                do=_("pass the folder of another checkpoint; to start over, set another project_dir"),
             )
         if skipped:
             warn(f"loading {found}; newer checkpoints are incomplete and were skipped:\n{skipped}")

@@ -15,6 +15,7 @@ from echelon.accelerator.rng_states import current_random_states, restore_random
 from echelon.accelerator.session import Session
 from echelon.accelerator.state_names import (
     KERNEL_OPTIONS,
+    START_OVER,
     Allowed,
     NamedOptimizer,
     frozen_names,
@@ -312,10 +313,16 @@ def _require_pieces(
         wrong.append("no loss scaler state, but this run has a loss scaler")
         pieces.append("scaler")
     if wrong:
+        advice = _("train with the same settings, optimizers and callbacks as in the saved run")
+        if allowed.is_argument:
+            advice = _(
+                "prepare and register the same objects in the same order as in the saved run, or load without them: "
+                "allow_missing=({names},)",
+                names=", ".join(map(repr, pieces)),
+            )
         raise CheckpointError(
-            f"{checkpoint.folder} contains {'; '.join(wrong)}",
-            do="prepare and register the same objects in the same order as in the saved run, or load without them: "
-            f"allow_missing=({', '.join(map(repr, pieces))},)",
+            _("{folder} contains {wrong}", folder=checkpoint.folder, wrong="; ".join(wrong)),
+            do=f"{advice}; {_(START_OVER)}",
         )
 
 

@@ -11,13 +11,20 @@ from torch import nn
 from echelon.accelerator.models.save_objects import bare_module
 from echelon.accelerator.models.weight_check import describe_mismatch, listed
 from echelon.base.errors import CheckpointError
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.sharded import is_dtensor
 from echelon.checkpoint.formats.weight_files import aliases_in
 from echelon.engines.shards import shard_like
 
 
 def load_weights(
-    model: nn.Module, tensors: Mapping[str, Any], *, source: object, strict: bool = True, **kwargs: Any
+    model: nn.Module,
+    tensors: Mapping[str, Any],
+    *,
+    source: object,
+    strict: bool = True,
+    advice: str = N_("load the weights into the model they were saved from, or pass strict=False"),
+    **kwargs: Any,
 ) -> None:
     """Load ``tensors`` into ``model``, regardless of how either was wrapped (DDP, torch.compile).
 
@@ -26,6 +33,7 @@ def load_weights(
         tensors: tensors by name.
         source: where the tensors come from, for error messages.
         strict: require exactly the model's tensors.
+        advice: what the error for another model recommends, in English.
         kwargs: passed to ``load_state_dict``.
 
     Raises:
@@ -53,8 +61,13 @@ def load_weights(
     )
     if found:
         raise CheckpointError(
-            f"{source} belongs to a different model than this {type(bare).__name__}: {found}",
-            do="load the weights into the model they were saved from" + (", or pass strict=False" if strict else ""),
+            _(
+                "{source} belongs to a different model than this {kind}: {found}",
+                source=source,
+                kind=type(bare).__name__,
+                found=found,
+            ),
+            do=_(advice) if strict else _("load the weights into the model they were saved from"),
         )
     # A sharded parameter takes this rank's shard.
     parts = {
@@ -67,7 +80,8 @@ def load_weights(
         missing, unexpected = bare.load_state_dict(parts, strict=False, **kwargs)
     except RuntimeError as error:  # sizes differ; torch's message names them
         raise CheckpointError(
-            f"{source} does not match the model: {error}", do="load the weights into the model they were saved from"
+            _("{source} does not match the model: {error}", source=source, error=error),
+            do=_("load the weights into the model they were saved from"),
         ) from error
     if strict and missing:
         aliases = aliases_in(bare.state_dict())
@@ -77,8 +91,13 @@ def load_weights(
     if strict and (missing or unexpected):
         lists = listed({"missing": missing, "unexpected": unexpected})
         raise CheckpointError(
-            f"{source} does not match the {type(bare).__name__}: {lists}",
-            do="load the weights into the model they were saved from, or pass strict=False",
+            _(
+                "{source} belongs to a different model than this {kind}: {found}",
+                source=source,
+                kind=type(bare).__name__,
+                found=lists,
+            ),
+            do=_(advice),
         )
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from echelon.accelerator.state_names import Allowed
+from echelon.accelerator.state_names import START_OVER, Allowed
 from echelon.base.errors import CheckpointError
+from echelon.base.messages.translation import gettext as _
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.engines.base import Engine
@@ -23,8 +24,8 @@ def describe_mismatch(
     saved: Mapping[str, Sequence[int]],
     own: Mapping[str, Sequence[int]],
     *,
-    may_be_missing: Callable[[str], bool] = lambda _: False,
-    may_be_unknown: Callable[[str], bool] = lambda _: False,
+    may_be_missing: Callable[[str], bool] = lambda name: False,
+    may_be_unknown: Callable[[str], bool] = lambda name: False,
 ) -> str:
     """Return a description of how the ``saved`` shapes differ from the model's (``own``), with a few examples of each kind
     of mismatch, or an empty string if they match.
@@ -89,15 +90,18 @@ def require_model_of_checkpoint(
     )
     if found:
         first = next((name for name in (*saved, *own) if (name in saved) is not (name in own)), None)
-        hint = (
-            ""
-            if first is None
-            else f", pass allow_missing=('{piece}{first}', ...) for weights that may differ, or strict=False"
-        )
+        advice = _("load the checkpoint into the model it was saved from (echelon checkpoint show lists its contents)")
+        if first is not None and allowed.is_argument:
+            names = f"'{piece}{first}', ..."
+            advice = _("{advice}, or pass allow_missing=({names}) or strict=False", advice=advice, names=names)
         raise CheckpointError(
-            f"{checkpoint.folder} belongs to a different model than this {type(model).__name__}: {found}",
-            do=f"load the checkpoint into the model it was saved from (`echelon checkpoint show "
-            f"{checkpoint.folder}` lists its contents){hint}",
+            _(
+                "{source} belongs to a different model than this {kind}: {found}",
+                source=checkpoint.folder,
+                kind=type(model).__name__,
+                found=found,
+            ),
+            do=f"{advice}; {_(START_OVER)}",
         )
     return own.keys() - saved.keys()
 

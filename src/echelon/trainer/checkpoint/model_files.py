@@ -15,6 +15,7 @@ from echelon.accelerator.models.save_objects import bare_module
 from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.models.weight_check import shortened
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats import transformers as transformers_format
 from echelon.checkpoint.formats.torch_files import write_pickled
@@ -122,5 +123,6 @@ def load_model_from(
         report(_Loaded())
         return
     tensors = read_model_files(folder)
-    load_weights(model, tensors if select is None else select(tensors), source=folder)
+    advice = N_("use the model that the weights were saved from; to start over, train without resume_from_checkpoint")
+    load_weights(model, tensors if select is None else select(tensors), source=folder, advice=advice)
     report(_Loaded())

@@ -279,7 +279,7 @@ class ResumedTraining:
             or args.ignore_data_skip
             or not (cursor.num_batches or cursor.is_within_update),
             finds_batches=cursor.batch_size != plan.batch_size,
-            is_announced=True,
+            is_of_trainer=True,
         )
 
         own = _OwnState(policy=policy, resumes_loader=resumes_loader, schedule=cursor.schedule)
