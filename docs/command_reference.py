@@ -45,7 +45,7 @@ def help_texts(command: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...],
 
 
 def _help(command: tuple[str, ...]) -> str:
-    flag = "--help-all" if command == ("launch",) else "--help"
+    flag = "--help_all" if command == ("launch",) else "--help"
     ran = subprocess.run(
         [sys.executable, "-m", "echelon", *command, flag],
         capture_output=True,

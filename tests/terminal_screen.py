@@ -49,6 +49,15 @@ class TerminalScreen:
             self.process.wait()
         os.close(self._terminal)
 
+    def press(self, keys: str) -> None:
+        """Type ``keys``."""
+        os.write(self._terminal, keys.encode())
+
+    def is_line_mode(self) -> bool:
+        """Return whether the terminal shows keys and passes them on in lines, as a shell leaves it."""
+        flags = termios.tcgetattr(self._terminal)[3]
+        return bool(flags & termios.ICANON) and bool(flags & termios.ECHO)
+
     def display(self) -> list[str]:
         """Return the lines on the screen, without the spaces at their ends."""
         self._read(0.0)

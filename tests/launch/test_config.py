@@ -119,12 +119,12 @@ def _answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
 
 
 QUESTIONS = {
-    "nothing but defaults": ([""] * 6, "echelon.toml", {}),
+    "nothing but defaults": ([""] * 5, "echelon.toml", {"cpu": True, "num_processes": 1}),
+    "for another machine": (["no", "", "", "", "", ""], "echelon.toml", {}),
     "fsdp": (
-        ["yes", "2", "bf61", "bf16", "fsdp", "no", "yes", "LlamaDecoderLayer", "4", "yes", ""],
+        ["no", "2", "bf61", "bf16", "fsdp", "no", "yes", "LlamaDecoderLayer", "4", "yes", ""],
         "echelon.toml",
         {
-            "cpu": True,
             "num_processes": 2,
             "mixed_precision": "bf16",
             "sharded_by": "fsdp",
@@ -160,6 +160,7 @@ def test_the_answers_to_a_few_questions_become_a_file(
     case: str, inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers, name, expected = QUESTIONS[case]
+    monkeypatch.setattr("echelon.config.questions.num_devices", lambda: 0)
     _answer(monkeypatch, *answers)
     assert _echelon("config", *([] if name == "echelon.toml" else ["--config_file", name])) == 0
     out = capsys.readouterr().out
@@ -169,6 +170,23 @@ def test_the_answers_to_a_few_questions_become_a_file(
     values = {field: setting.value for field, setting in from_file(name).items()}
     silent = {"mixed_precision": "no", "cpu": False, "num_machines": 1, "machine_rank": 0, "debug": False}
     assert values == ({} if name == "echelon.toml" else silent) | expected
+
+
+@pytest.mark.parametrize(("number", "answers"), [(0, ["", "2"]), (0, [""]), (2, [])])
+def test_the_questions_fit_the_machine(
+    number: int, answers: list[str], inside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    waiting = iter(answers)
+    monkeypatch.setattr("echelon.config.questions.num_devices", lambda: number)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(waiting, ""))
+    assert _echelon("config") == 0
+    text = "\n".join(asked)
+    assert ("although this machine has 2 accelerators" in text) is (number == 2)
+    assert ("This machine has no accelerator. Train on its CPU?" in text) is (number == 0)
+    assert ("one per accelerator" in text) is (number == 2)
+    assert ("fp16" in text) is (number == 2)
+    assert ("Shard the model" in text) is (answers != [""])  # one process on the CPU has nothing to shard
 
 
 def test_no_answers_are_an_error_and_a_file_is_not_overwritten_unasked(

@@ -89,6 +89,33 @@ def test_a_slow_rank_and_then_a_stopped_rank_are_seen(
     assert "slow: forward 18 ms per step (median 11)" in lines[header + 2]
 
 
+@pytest.mark.parametrize("key", ["q", "\x03"])
+def test_q_and_ctrl_c_close_the_view_and_restore_the_terminal(
+    key: str, fake_run: tuple[Path, list[subprocess.Popen[bytes]]]
+) -> None:
+    folder, _ranks = fake_run
+    with TerminalScreen([*ECHELON, "watch", str(folder)]) as screen:
+        lines = screen.wait_for(lambda lines: any("2 processes" in line for line in lines) and lines, timeout_s=20)
+        assert "q closes this view; the run goes on" in lines
+        assert not screen.is_line_mode()
+        if key == "q":
+            screen.press("xq")  # other keys do nothing
+        else:
+            screen.process.send_signal(signal.SIGINT)  # the terminal sends it only to processes that it controls
+        assert screen.process.wait(10) == 0
+        assert screen.is_line_mode()
+        assert any("2 processes" in line for line in screen.display())  # the last state stays
+
+
+def test_the_view_needs_no_keyboard(fake_run: tuple[Path, list[subprocess.Popen[bytes]]]) -> None:
+    folder, _ranks = fake_run
+    command = f"{sys.executable} -m echelon watch {folder} < /dev/null"
+    with TerminalScreen(["sh", "-c", f"exec {command}"]) as screen:
+        lines = screen.wait_for(lambda lines: any("2 processes" in line for line in lines) and lines, timeout_s=20)
+        assert not any("q closes" in line for line in lines)
+        assert screen.process.poll() is None
+
+
 def test_without_a_terminal_the_state_is_printed_once_and_doctor_shows_each_rank(
     fake_run: tuple[Path, list[subprocess.Popen[bytes]]],
 ) -> None:

@@ -209,7 +209,7 @@ def test_a_failure_report_is_a_chinese_page_that_keeps_the_users_own_text(monkey
 
 def test_help_pages_are_chinese(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     _speak_chinese(monkeypatch)
-    for argv in (["launch", "--help"], ["launch", "--help-all"], ["--help"], ["verify", "--help"]):
+    for argv in (["launch", "--help"], ["launch", "--help_all"], ["--help"], ["verify", "--help"]):
         assert _run(argv) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("\u7528\u6cd5\uff1aechelon")

@@ -62,7 +62,7 @@ def command() -> None:
 @click.pass_context
 def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
     """List the checkpoints in FOLDER (or in FOLDER/checkpoints), newest first, and any leftovers from interrupted saves."""
-    path, found = _listed(_folder(folder), verify=progress_bar if verify else None)
+    path, found = _listed(require_folder(folder), verify=progress_bar if verify else None)
     if as_json:
         click.echo(_json({"folder": str(path), **asdict(found)}))
     else:
@@ -76,7 +76,7 @@ def ls(ctx: click.Context, folder: str, verify: bool, as_json: bool) -> None:
 @click.pass_context
 def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
     """Verify the checksums of each checkpoint PATH (or of all checkpoints in a folder); exit with code 1 if any is damaged."""
-    results = [_verified(folder) for path in paths for folder in _all_in(_folder(path))]
+    results = [_verified(folder) for path in paths for folder in _all_in(require_folder(path))]
     if as_json:
         click.echo(_json(results))
     else:
@@ -90,7 +90,7 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 @_JSON
 def show(path: str, as_json: bool) -> None:
     """Print the tensors, optimizers, progress, settings and layout of a checkpoint, or of the newest checkpoint in a folder."""
-    folder = _newest_in(_folder(path))
+    folder = _newest_in(require_folder(path))
     content = _content(Checkpoint(folder)) if require_whole(folder) == "echelon" else _foreign_content(folder)
     click.echo(_json(content) if as_json else _readable(content))
 
@@ -100,16 +100,21 @@ def show(path: str, as_json: bool) -> None:
 @click.argument("out", shell_complete=complete_folders)
 @click.option(
     "--max_shard_size",
+    metavar="SIZE",
     default="5GB",
-    show_default=True,
-    help="Maximum file size; larger weights are split into several files with an index.",
+    help="Maximum file size; larger weights are split into several files with an index (default: 5GB).",
 )
 @click.option(
     "--model",
+    metavar="N",
     type=int,
     help="Index of the model in the prepare() call, starting at 0; required if there are several models.",
 )
-@click.option("--precision", type=click.Choice(["fp32", "fp16", "bf16"]), help="Convert floating-point weights.")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    help="Convert floating-point weights (default: keep their dtype).",
+)
 def merge(path: str, out: str, max_shard_size: str, model: int | None, precision: str | None) -> None:
     """Write the full weights of a model in checkpoint PATH to the new folder OUT as safetensors.
 
@@ -117,7 +122,7 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
     how many ranks saved the checkpoint.
     """
     limit = convert_file_size_to_int(max_shard_size)
-    with _new_folder(_newest_in(_folder(path)), out) as (source, folder):
+    with _new_folder(_newest_in(require_folder(path)), out) as (source, folder):
         from echelon.checkpoint.formats import merged_weights  # noqa: PLC0415 - torch
 
         files = merged_weights.merge(
@@ -130,7 +135,7 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
 @click.argument("path", shell_complete=complete_folders)
 @click.argument("out", shell_complete=complete_folders)
 @click.option(
-    "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="The layout to write."
+    "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="The format to write."
 )
 def export(path: str, out: str, layout: str) -> None:
     """Convert checkpoint PATH to a format that Accelerate's load_state or transformers' Trainer can read, in the new folder
@@ -138,7 +143,7 @@ def export(path: str, out: str, layout: str) -> None:
 
     If PATH contains several checkpoints, the newest is used.
     """
-    path = str(_newest_in(_folder(path)))
+    path = str(_newest_in(require_folder(path)))
     if (present := require_layout(Path(path))) != "echelon":
         raise UsageError(
             _("{path} is in {present}'s format, not in echelon's", path=path, present=present),
@@ -149,7 +154,7 @@ def export(path: str, out: str, layout: str) -> None:
     from echelon.checkpoint.formats import accelerate, merged_weights, transformers  # noqa: PLC0415 - torch
 
     write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
-    with _new_folder(_folder(path), out) as (source, folder):
+    with _new_folder(require_folder(path), out) as (source, folder):
         checkpoint = merged_weights.open_whole(source, progress_bar)
         size = sum(facts.size for facts in checkpoint.manifest.files.values())
         with progress_bar("writing", size) as progress:
@@ -175,7 +180,7 @@ def export(path: str, out: str, layout: str) -> None:
 )
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     """Convert checkpoint PATH, written by Accelerate or transformers' Trainer, to echelon's format in the new folder OUT."""
-    source, target = _folder(path), Path(out)
+    source, target = require_folder(path), Path(out)
     require_apart(source, target)
     _require_new(target)
     layout = require_whole(source)
@@ -196,7 +201,7 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _folder(path: str) -> Path:
+def require_folder(path: str) -> Path:
     """Return ``path`` if it exists, even if a crash during a commit has left it under a temporary name."""
     folder = Path(path).expanduser()
     if not place_of(folder).is_dir():

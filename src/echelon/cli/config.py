@@ -9,6 +9,7 @@ import click
 
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
+from echelon.cli.help.completion import complete_paths
 from echelon.config.derive import check, derive, with_engine
 from echelon.config.explain import differences, show, show_changed, show_json
 from echelon.config.files import PROJECT_FILE, find_config_file, from_file
@@ -23,7 +24,7 @@ from echelon.report.run_folder import find_run
 
 
 def _file_option(text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option("--config-file", metavar="PATH", help=text)
+    return click.option("--config-file", metavar="FILE", shell_complete=complete_paths, help=text)
 
 
 @click.group("config", invoke_without_command=True)
@@ -74,7 +75,7 @@ def update(config_file: str | None) -> None:
     """Rewrite a config file with this version's key names, keeping its settings."""
     path = Path(config_file) if config_file else find_config_file()
     if path is None:
-        raise UsageError(_("no config file found"), where="echelon config update", do=_("pass --config_file PATH"))
+        raise UsageError(_("no config file found"), where="echelon config update", do=_("pass --config_file FILE"))
     values = chosen(_of_file(path))
     if values.get("deepspeed_config_file") == str(path):
         raise UsageError(

@@ -88,7 +88,7 @@ _KINDS = MappingProxyType(
 
 
 @click.command("env")
-@click.option("--config-file", metavar="PATH", help="Config file (default: the file that the launcher would use).")
+@click.option("--config-file", metavar="FILE", help="Config file (default: the file that the launcher would use).")
 @click.option("--addresses", is_flag=True, help="Also show the network addresses, and the hosts and paths in settings.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
@@ -103,7 +103,7 @@ def command(config_file: str | None, addresses: bool, as_json: bool) -> None:
         N_("devices"): _devices(),
         N_("network"): _interfaces(with_addresses=addresses),
         N_("started by"): ", ".join(_starters()) or _("no known launcher"),
-        N_("stands in for"): _stands_in_for(),
+        N_("libraries that echelon replaces"): _stands_in_for(),
         N_("settings"): _settings_of(config_file, with_addresses=addresses),
         N_("variables"): _variables(),
     }
@@ -165,13 +165,13 @@ def _stands_in_for() -> str:
     """Return which libraries echelon replaces in runs started from this environment, as set by ``ECHELON_AS``."""
     text = replaced_libraries()
     if text is None:
-        return _("nothing (echelon launch --as, echelon.compat.install)")
+        return _("none (echelon launch --as and echelon.compat.install replace accelerate and transformers' Trainer)")
     from echelon.ecosystem import swap  # noqa: PLC0415 - not loaded without the swap
 
     try:
         libraries = swap.parse_libraries(text.split(","), where=_("env {name}", name=swap.VARIABLE))
     except UsageError:
-        return f"invalid (env {swap.VARIABLE})"  # the value may be a secret
+        return _("invalid (env {name})", name=swap.VARIABLE)  # the value may be a secret
     return f"{swap.describe(libraries).removeprefix('stands in for ')} (env {swap.VARIABLE})"
 
 

@@ -11,11 +11,11 @@ from echelon.launch.job_token import default_token_file, find_token, make_token_
 
 
 @click.command("token")
-@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.argument("path", metavar="[FILE]", required=False, type=click.Path(path_type=Path))
 def command(path: Path | None) -> None:
     """Create the secret shared by the machines in a run.
 
-    The secret is written to PATH (set ECHELON_TOKEN_FILE to use it), or to the default file, which all of this user's runs
+    The secret is written to FILE (set ECHELON_TOKEN_FILE to use it), or to the default file, which all of this user's runs
     read. Only the owner can read the file, and the secret is not printed.
     """
     target = default_token_file() if path is None else path

@@ -32,7 +32,7 @@ _SWITCHES = frozenset(
     | {"dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"}
 )
 _USE = MappingProxyType({"use_fsdp": "fsdp", "use_deepspeed": "deepspeed"})
-_PATHS = MappingProxyType({"PATH": complete_paths, "DIR": complete_folders})
+_PATHS = MappingProxyType({"FILE": complete_paths, "DIR": complete_folders})
 
 
 class _Plain(click.Option):
@@ -74,7 +74,7 @@ def _metavar(field: str) -> str:
 
 def _completer(field: str, metavar: str) -> Any:
     """Return what completes the values of the setting: its choices, or paths."""
-    if metavar == "PATH":
+    if metavar == "FILE":
         return complete_paths
     if field == "engine":
         return complete_engines
@@ -192,7 +192,7 @@ GROUPS: Mapping[str, Sequence[click.Option]] = MappingProxyType(
         ),
         "Machines of a hostfile, started through ssh": (
             *_settings(
-                "deepspeed_hostfile=PATH deepspeed_inclusion_filter=MACHINES deepspeed_exclusion_filter=MACHINES"
+                "deepspeed_hostfile=FILE deepspeed_inclusion_filter=MACHINES deepspeed_exclusion_filter=MACHINES"
                 " deepspeed_multinode_launcher=NAME"
             ),
         ),
@@ -221,7 +221,7 @@ GROUPS: Mapping[str, Sequence[click.Option]] = MappingProxyType(
         "DeepSpeed": (
             _switch("--use-deepspeed", help="Shard the model as configured by the DeepSpeed flags or the config file."),
             *_settings(
-                "deepspeed_config_file=PATH zero_stage offload_optimizer_device offload_param_device "
+                "deepspeed_config_file=FILE zero_stage offload_optimizer_device offload_param_device "
                 "offload_optimizer_nvme_path=DIR offload_param_nvme_path=DIR gradient_clipping zero3_init_flag "
                 "zero3_save_16bit_model deepspeed_moe_layer_cls_names=CLASSES"
             ),
@@ -312,7 +312,7 @@ GROUPS: Mapping[str, Sequence[click.Option]] = MappingProxyType(
         "Configuration and script": (
             _valued(
                 "--config-file",
-                metavar="PATH",
+                metavar="FILE",
                 help="YAML, JSON or TOML file with echelon's or accelerate's key names, or a DeepSpeed JSON file. Flags "
                 "and environment variables override it (default: ./echelon.toml if it exists, else the file written "
                 "by echelon config or accelerate config).",
@@ -415,13 +415,13 @@ class LaunchCommand(click.Command):
             groups = {heading: {str(one.name): "" for one in options} for heading, options in GROUPS.items() if heading}
             groups["Help"] = {"help": "", **groups["Help"]}
         rows = {
-            heading: [_row(params[name], text, ctx, with_aliases=shows_all) for name, text in texts.items()]
+            heading: [option_row(params[name], text, ctx, with_aliases=shows_all) for name, text in texts.items()]
             for heading, texts in groups.items()
         }
         write_groups(formatter, rows, EXAMPLES)
 
 
-def _row(option: click.Option, text: str, ctx: click.Context, *, with_aliases: bool) -> tuple[str, str]:
+def option_row(option: click.Option, text: str, ctx: click.Context, *, with_aliases: bool = False) -> tuple[str, str]:
     """Return the option's names, spelled as in the documents, and its description (default: its own)."""
     record = option.get_help_record(ctx)
     assert record is not None, option

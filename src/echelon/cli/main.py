@@ -45,6 +45,10 @@ _COMMANDS = {
 }
 
 
+# Only for those who know it from accelerate: echelon checkpoint merge does the same.
+_HIDDEN = frozenset({"merge-weights"})
+
+
 class _LazyGroup(click.Group):
     context_class = PageContext
 
@@ -59,7 +63,7 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx) if name not in _HIDDEN])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import click
 
 from echelon.base.messages.translation import gettext as _
+from echelon.cli.checkpoint import require_folder
+from echelon.cli.help.completion import complete_folders
 
 
 @click.command("merge-weights")
-@click.argument("checkpoint_directory")
-@click.argument("output_path")
+@click.argument("checkpoint_directory", metavar="PATH", shell_complete=complete_folders)
+@click.argument("output_path", metavar="OUT", shell_complete=complete_folders)
 @click.option("--unsafe_serialization", is_flag=True, help="Write pytorch_model.bin instead of model.safetensors.")
 @click.option(
     "--remove_checkpoint_dir", is_flag=True, help="Delete the entire checkpoint afterwards, including optimizer states."
@@ -17,10 +19,11 @@ from echelon.base.messages.translation import gettext as _
 def command(
     checkpoint_directory: str, output_path: str, unsafe_serialization: bool, remove_checkpoint_dir: bool
 ) -> None:
-    """Write a checkpoint's weights to one file in OUTPUT_PATH.
+    """Write the weights of checkpoint PATH to one file in the folder OUT, with the options of accelerate merge-weights.
 
     echelon checkpoint merge does the same with more options.
     """
+    require_folder(checkpoint_directory)
     from echelon.checkpoint.formats.merged_weights import merge_fsdp_weights  # noqa: PLC0415 - imports torch
 
     merge_fsdp_weights(checkpoint_directory, output_path, not unsafe_serialization, remove_checkpoint_dir)

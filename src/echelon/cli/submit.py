@@ -35,7 +35,8 @@ _COMMON = (
     click.Argument(["script"], metavar="SCRIPT"),
     click.Argument(["args"], nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]..."),
     click.Option(
-        ["--nodes", "--num-machines"],
+        ["--num-machines", "--nodes", "nodes"],
+        metavar="N",
         type=click.IntRange(min=1),
         default=1,
         help="Number of machines (default: 1).",
@@ -44,7 +45,7 @@ _COMMON = (
         ["--nproc-per-node"],
         type=click.IntRange(min=1),
         metavar="N",
-        help="Processes per machine (default: --gpus-per-node, else 1).",
+        help="Processes per machine (default: --gpus_per_node, else 1).",
     ),
     click.Option(["--gpus-per-node"], type=click.IntRange(min=0), metavar="N", help="GPUs per machine."),
     click.Option(["--mem"], metavar="SIZE", help="Memory per machine."),
@@ -102,7 +103,7 @@ _COMMON = (
     help="Shell command to run before the job, such as 'source venv/bin/activate'; repeatable.",
 )
 @click.option(
-    "--python", metavar="PATH", help="Python interpreter (default: the current one, or python if --setup is given)."
+    "--python", metavar="FILE", help="Python interpreter (default: the current one, or python if --setup is given)."
 )
 @click.option(
     "--sbatch",
@@ -207,6 +208,7 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
 )
 @click.option(
     "--user",
+    metavar="N",
     type=click.IntRange(min=0),
     default=1000,
     help="User ID in the pods; 0 uses the image's user, which may be root (default: 1000).",
@@ -227,11 +229,12 @@ def slurm(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: An
 )
 @click.option(
     "--port",
+    metavar="N",
     type=click.IntRange(1, 65535),
     default=29500,
     help="Rendezvous port on the first machine (default: 29500).",
 )
-@click.option("--python", default="python", metavar="PATH", help="Python interpreter in the image (default: python).")
+@click.option("--python", default="python", metavar="FILE", help="Python interpreter in the image (default: python).")
 @click.option("--apply", is_flag=True, help="Create the Secret and pass the manifest to kubectl apply.")
 @click.pass_context
 def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> None:

@@ -47,7 +47,7 @@ _OF_LAYOUT = ("ECHELON_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 @click.option("--quick", is_flag=True, help="Measure the bandwidth for small messages only.")
 @click.option(
     "--output",
-    metavar="PATH",
+    metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
     help="File for the results (default: echelon-test-<time>.json).",
 )
@@ -67,7 +67,7 @@ def command(ctx: click.Context, gpus: str | None, quick: bool, output: Path | No
         raise ConfigError(
             _("the folder {parent} does not exist", parent=output.parent),
             where="flag --output",
-            do=_("create it, or pass another path"),
+            do=_("create it, or pass another file"),
         )
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="echelon-test-"))

@@ -75,11 +75,25 @@ def _measure_all(
     from echelon.tune.measure import measure  # noqa: PLC0415 - numpy
 
     found = []
-    quiet = not (is_shown and sys.stderr.isatty())
-    with tqdm(tried, desc="tune", unit="setting", disable=quiet, file=sys.stderr) as bar:
-        for number, candidate in enumerate(bar):
+    is_terminal = sys.stderr.isatty()
+    if is_shown and not is_terminal:
+        say(_("trying {total} settings, {seconds:g} s each", total=len(tried), seconds=seconds))
+    with tqdm(tried, desc="tune", unit="setting", disable=not (is_shown and is_terminal), file=sys.stderr) as bar:
+        for number, candidate in enumerate(bar, 1):
             bar.set_postfix_str(candidate.name)
-            found.append(measure(candidate, script, args, seconds=seconds, folder=folder / str(number)))
+            one = measure(candidate, script, args, seconds=seconds, folder=folder / str(number))
+            found.append(one)
+            if is_shown and not is_terminal:
+                result = one.failure or _("{number:.2f} ms per step", number=one.step_ms)
+                say(
+                    _(
+                        "{number} of {total}: {name}: {result}",
+                        number=number,
+                        total=len(tried),
+                        name=candidate.name,
+                        result=result,
+                    )
+                )
     return found
 
 

@@ -20,8 +20,8 @@ from echelon.base.messages.terminal import has_colour, say
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.printable import printable
 from echelon.cli.help.completion import complete_folders, complete_paths
-from echelon.cli.help.pages import option_name, spelled, write_groups
-from echelon.cli.launch_options import flag_entries
+from echelon.cli.help.pages import option_name, write_groups
+from echelon.cli.launch_options import flag_entries, option_row
 from echelon.cli.stoppable import stoppable
 from echelon.launch.interrupts import Interrupts
 from echelon.launch.script import Script, check
@@ -44,41 +44,47 @@ GROUPS = MappingProxyType(
 """Heading of ``--help`` -> the parameters below it."""
 _EXAMPLES = (
     ("echelon verify train.py --lr 0.1", N_("Is training on two processes the same as on one?")),
-    ("echelon verify --procs 1,2,4 --engines ddp,zero1,fsdp2 train.py", N_("The same for other layouts:")),
+    ("echelon verify --num_processes 1,2,4 --engines ddp,zero1,fsdp2 train.py", N_("The same for other layouts:")),
     (
         "echelon verify --against plain.py ddp.py",
         N_("Is a script with DistributedDataParallel the same as a plain one?"),
     ),
 )
+_LAYOUT_FLAGS = frozenset({"--num-processes", "--procs", "--engines"})
 _MAX_WIDTH = 110
 _PIPE_WIDTH = 100
 
 
 class VerifyCommand(click.Command):
-    """Command whose flags may also follow the script: from the first ``--procs`` or ``--engines`` on."""
+    """Command whose flags may also follow the script: from the first of ``_LAYOUT_FLAGS`` on."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Move flags behind the script's arguments to the front."""
         start = sum(map(len, flag_entries(args, self.params)))
-        later = (i for i, word in enumerate(args) if i > start and word.partition("=")[0] in ("--procs", "--engines"))
+        later = (i for i, word in enumerate(args) if i > start and _flag(word) in _LAYOUT_FLAGS)
         end = next(later, len(args))
         return super().parse_args(ctx, [*args[end:], *args[:end]])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in groups, and examples."""
         options = {option_name(one): one for one in self.get_params(ctx) if isinstance(one, click.Option)}
-        records = {name: one.get_help_record(ctx) or ("", "") for name, one in options.items()}
-        groups = {
-            heading: [(spelled(records[name][0]), records[name][1]) for name in names]
-            for heading, names in GROUPS.items()
-        }
+        groups = {heading: [option_row(options[name], "", ctx) for name in names] for heading, names in GROUPS.items()}
         write_groups(formatter, groups, _EXAMPLES)
 
 
+def _flag(word: str) -> str:
+    """Return the flag in a word of the command line, as click compares it."""
+    return word.partition("=")[0].replace("_", "-")
+
+
 @click.command("verify", cls=VerifyCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--procs", metavar="N,N,...", default="1,2", help="Numbers of processes (default: 1,2).")
+@click.option(
+    "--num-processes", "--procs", "procs", metavar="N,N,...", default="1,2", help="Numbers of processes (default: 1,2)."
+)
 @click.option(
     "--engines",
+    "--engine",
+    "engines",
     metavar="NAMES",
     help="Engines to run with each number of processes, such as ddp,zero1,fsdp2 (default: the one that the script and its "
     "settings choose). Scripts that do not use echelon's Accelerator or Trainer ignore the engine.",
@@ -152,7 +158,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     errors, and, if a difference may be rounding, four more times with weights and gradients changed by rounding errors ("rounding check 1/4"). The
     bounds for rounding errors follow from these runs.
 
-    All arguments after SCRIPT are passed to the script, up to --procs or --engines. {layout} in an argument becomes the name of
+    All arguments after SCRIPT are passed to the script, up to --num_processes or --engines. {layout} in an argument becomes the name of
     the layout. Exit codes: 0 if all layouts are the same run, 1 if one differs, 2 if one could not be run or compared.
     """
     _check(script, flags)

@@ -4,23 +4,43 @@ from __future__ import annotations
 
 from typing import Any
 
+from echelon.base.cores import usable_cores
+from echelon.base.device import num_devices
 from echelon.base.errors import ConfigError
 from echelon.base.messages.translation import gettext as _
+from echelon.base.optional import is_available
 from echelon.config.schema import RunConfig, coerce, field_types
 
 
 def ask_settings() -> dict[str, Any]:
-    """Ask all questions and return the non-default settings.
+    """Ask the questions that concern this machine and return the non-default settings.
 
     Raises:
         EOFError: standard input ended.
     """
     values: dict[str, Any] = {}
-    _put(values, "cpu", _("Train on the CPU even if accelerators are available? (yes, no)"), "no")
-    _put(values, "num_processes", _("How many processes? (none: one per accelerator)"), "none")
-    _put(values, "mixed_precision", _("Which precision? (no, fp16, bf16, fp8)"), "no")
-    _put(values, "sharded_by", _("Shard the model across the processes? (none, fsdp, deepspeed)"), "none")
-    {"fsdp": _ask_fsdp, "deepspeed": _ask_deepspeed}.get(values["sharded_by"], _ask_nothing)(values)
+    number = num_devices() if is_available("torch") else 0
+    if number:
+        question = _(
+            "Train on the CPU, although this machine has {number} accelerator{s}? (yes, no)",
+            number=number,
+            s="" if number == 1 else "s",
+        )
+    else:
+        question = _(
+            "This machine has no accelerator. Train on its CPU? (yes; no: the settings are for another machine)"
+        )
+    _put(values, "cpu", question, "no" if number else "yes")
+    if values["cpu"]:
+        cores = usable_cores()
+        _put(values, "num_processes", _("How many processes? (this machine has {cores} cores)", cores=cores), "1")
+        _put(values, "mixed_precision", _("Which precision? (no, bf16)"), "no")
+    else:
+        _put(values, "num_processes", _("How many processes? (none: one per accelerator)"), "none")
+        _put(values, "mixed_precision", _("Which precision? (no, fp16, bf16, fp8)"), "no")
+    if not values["cpu"] or values["num_processes"] != 1:  # a single process may offload parts to the CPU
+        _put(values, "sharded_by", _("Shard the model across the processes? (none, fsdp, deepspeed)"), "none")
+        {"fsdp": _ask_fsdp, "deepspeed": _ask_deepspeed}.get(values["sharded_by"], _ask_nothing)(values)
     _put(
         values,
         "gradient_accumulation_steps",
@@ -47,7 +67,8 @@ def _ask_fsdp(values: dict[str, Any]) -> None:
     _put(
         values, "fsdp_reshard_after_forward", _("Reshard parameters after the forward pass (ZeRO-3)? (yes, no)"), "yes"
     )
-    _put(values, "fsdp_offload_params", _("Offload parameters and optimizer states to the CPU? (yes, no)"), "no")
+    if not values["cpu"]:
+        _put(values, "fsdp_offload_params", _("Offload parameters and optimizer states to the CPU? (yes, no)"), "no")
     _put(
         values,
         "fsdp_transformer_layer_cls_to_wrap",
@@ -65,7 +86,7 @@ def _ask_deepspeed(values: dict[str, Any]) -> None:
     _put(values, "deepspeed_config_file", _("Path to the DeepSpeed JSON file? (or none)"), "none")
     if values["deepspeed_config_file"] is not None:
         return
-    _put(values, "zero_stage", "Which ZeRO stage? (0, 1, 2, 3)", "2")
+    _put(values, "zero_stage", _("Which ZeRO stage? (0, 1, 2, 3)"), "2")
     _put(values, "offload_optimizer_device", _("Offload optimizer states? (none, cpu, nvme)"), "none")
     if values["zero_stage"] == 3:
         _put(values, "offload_param_device", _("Offload parameters? (none, cpu, nvme)"), "none")

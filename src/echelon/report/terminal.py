@@ -38,16 +38,17 @@ _LOW = 14
 """Height in lines below which only the most important lines are drawn."""
 
 
-def draw(snapshot: Snapshot, console: Console, *, height: int | None = None) -> Group:
+def draw(snapshot: Snapshot, console: Console, *, height: int | None = None, hint: str = "") -> Group:
     """Return the picture of ``snapshot`` for ``console``.
 
     Args:
         console: the terminal; its width decides which columns are drawn.
         height: number of lines that are available; None for no limit.
+        hint: last line, if there is room.
     """
     is_ascii = not console.encoding.startswith("utf")
     lines = [_line(text, style) for text, style in _head(snapshot, console.width, is_ascii=is_ascii)]
-    tail = [_line(text, "dim") for text in _tail(snapshot)]
+    tail = [_line(text, "dim") for text in (*_tail(snapshot), hint) if text]
     if height is not None and height < _LOW:
         lines, tail = lines[:2], []
     if height is None:

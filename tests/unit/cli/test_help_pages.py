@@ -1,4 +1,4 @@
-"""`echelon launch --help` is a page; `--help-all` has everything, in groups; colours follow the terminal."""
+"""`echelon launch --help` is a page; `--help_all` has everything, in groups; colours follow the terminal."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_help_shows_twelve_options_in_groups_and_three_examples(capsys: pytest.C
     assert [flag for flag in flags if not flag.startswith("--help")] == [f"--{name}" for name in _COMMON]
     assert re.findall(r"^(\S.*):$", page, flags=re.MULTILINE) == [*COMMON, "Examples"]
     assert page.count("    echelon launch --") == 3
-    assert "--help-all" in page
+    assert "--help_all" in page
 
 
 def test_help_all_shows_each_option_once_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
-    page = _page(capsys, "launch", "--help-all")
+    page = _page(capsys, "launch", "--help_all")
     shown = re.findall(r"^  ((?:-\w, )?--[\w-]+(?:, --[\w-]+)*)", page, flags=re.MULTILINE)
     first = [names.split(", ") for names in shown]
     assert len(first) == len([one for one in _options().values() if not one.hidden]) + 1  # with --help
@@ -51,7 +51,7 @@ def test_help_all_shows_each_option_once_in_its_group(capsys: pytest.CaptureFixt
 
 
 def test_flags_are_spelled_as_in_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
-    page = _page(capsys, "launch", "--help-all").replace("--help-all", "")
+    page = _page(capsys, "launch", "--help_all").replace("--help_all", "")
     assert re.findall(r"--[a-z0-9]+-[\w-]+", page) == []
 
 
@@ -92,7 +92,7 @@ def test_errors_of_click_name_the_flag_as_the_documents_and_the_command(
         ("runs qqq", "runs", "unknown command 'qqq'", "commands: compare, ls, show"),
         ("launch -n 2 x.py", "launch", "unknown flag -n", "did you mean --num_processes?"),
         ("verify --cpu x.py", "verify", "unknown flag --cpu", "leave it out: echelon verify always uses the CPU"),
-        ("verify --num-processes 2 x.py", "verify", "unknown flag --num-processes", "did you mean --procs?"),
+        ("verify --nproc_per_node 2 x.py", "verify", "unknown flag --nproc_per_node", "did you mean --num_processes?"),
         ("tune -n 2 x.py", "tune", "unknown flag -n", "leave it out: echelon tune tries several numbers of processes"),
         ("lunch x.py", "", "unknown command 'lunch'", "did you mean echelon launch?"),
         (
@@ -136,6 +136,45 @@ def test_wrong_words_get_the_nearest_right_ones(
     else:
         lines = [line for line in error.splitlines() if not re.search("[\u4e00-\u9fff]", line)]
         assert (len(error.splitlines()), lines) == (3, [])
+
+
+def test_help_shows_one_name_of_an_option_and_no_ranges(capsys: pytest.CaptureFixture[str]) -> None:
+    page = _page(capsys, "verify", "--help")
+    assert "  --num_processes N,N,... " in page
+    assert not re.search(r"--procs|--engine |\[x>=", page)
+    assert "merge-weights" not in _page(capsys, "--help")  # echelon checkpoint merge does the same
+    for argv in (("watch",), ("tune",), ("submit", "slurm"), ("submit", "kubernetes"), ("checkpoint", "merge")):
+        assert not re.search(r"RANGE|INTEGER|<=|x>=|--[a-z]+-", _page(capsys, *argv, "--help")), argv
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "expected"),
+    [
+        (("launch", "--help-all"), None, None),
+        (("verify", "--procs", "2,4", "x.py"), "procs", "2,4"),
+        (("verify", "--num-processes", "2,4", "x.py"), "procs", "2,4"),
+        (("verify", "x.py", "--num_processes=2,4"), "procs", "2,4"),
+        (("verify", "--engine", "ddp", "x.py"), "engines", "ddp"),
+        (("submit", "slurm", "--nodes", "3", "x.py"), "nodes", 3),
+        (("submit", "slurm", "--num-machines", "3", "x.py"), "nodes", 3),
+        (("merge_weights", "a", "b"), "output_path", "b"),
+        (("merge-weights", "a", "b", "--unsafe-serialization"), "unsafe_serialization", True),
+    ],
+)
+def test_other_names_and_spellings_still_work(argv: tuple[str, ...], name: str | None, expected: object) -> None:
+    found: click.Command = cli
+    context = click.Context(cli, **cli.context_settings)
+    for number, word in enumerate(argv):
+        if not isinstance(found, click.Group):
+            break
+        below = found.get_command(context, word.replace("_", "-"))
+        assert below is not None
+        found, rest = below, [*argv[number + 1 :]]
+    if name is None:
+        with pytest.raises(click.exceptions.Exit):
+            found.make_context("x", rest, parent=context)
+    else:
+        assert found.make_context("x", rest, parent=context).params[name] == expected
 
 
 def test_both_spellings_are_accepted() -> None:

@@ -299,15 +299,15 @@ def test_strict_is_passed_to_the_ranks(is_strict: bool, site: Path, monkeypatch:
     assert _run(["launch", "--cpu", "--num_processes=1", *(["--strict"] if is_strict else []), "program.py"]) == 1
 
 
-def test_env_tells_what_echelon_stands_in_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env_tells_which_libraries_echelon_replaces(capsys: pytest.CaptureFixture[str]) -> None:
     for value, expected in (
-        (None, "nothing (echelon launch --as, echelon.compat.install)"),
+        (None, "none (echelon launch --as and echelon.compat.install replace accelerate and transformers' Trainer)"),
         ("accelerate", "accelerate 1.15.0 (env ECHELON_AS)"),
         ("a secret", "invalid (env ECHELON_AS)"),
     ):
         with environ.patch({"ECHELON_AS": value}):
             assert _run(["env"]) == 0
-        assert f"stands in for: {expected}\n" in capsys.readouterr().out
+        assert f"libraries that echelon replaces: {expected}\n" in capsys.readouterr().out
 
 
 def test_the_names_are_those_of_accelerate() -> None:

@@ -92,13 +92,22 @@ def test_the_fastest_setting_is_printed_as_a_command(
     failed = TriedRun(candidate=TWO, failure="ended with exit code 1: ValueError")
     found = [_measured(ONE, tmp_path / "a", step_ms=20.0), _measured(FAST, tmp_path / "b", step_ms=12.5), failed]
     assert _tune(monkeypatch, found) == 0
-    lines = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert captured.err.splitlines() == [  # lines, because stderr is no terminal here
+        "echelon: trying 3 settings, 30 s each",
+        "echelon: 1 of 3: 1 process, safe: 20.00 ms per step",
+        "echelon: 2 of 3: 1 process, max: 12.50 ms per step",
+        "echelon: 3 of 3: 2 processes, safe: ended with exit code 1: ValueError",
+    ]
     assert lines[-1] == f"fastest: echelon launch --cpu --num_processes 1 --speed max {__file__} --lr 0.1"
     assert "12.50 ms" in lines[2]
     assert "1.60x" in lines[2]
     assert lines[3].endswith("ended with exit code 1: ValueError")
     assert _tune(monkeypatch, found, "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    answer = json.loads(captured.out)
+    assert captured.err == ""
     assert answer["best"] == "1 process, max"
     assert [one["failure"] for one in answer["settings"]] == [None, None, "ended with exit code 1: ValueError"]
 

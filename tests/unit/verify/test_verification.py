@@ -50,7 +50,7 @@ def test_layouts_are_numbers_of_processes_times_engines() -> None:
     [
         ("two", None, "'two' is not a number of processes"),
         ("0", None, "'0' is not a number of processes"),
-        ("", None, "--procs is empty"),
+        ("", None, "--num_processes is empty"),
         ("2", "fsdp3", "unknown engine 'fsdp3'\n  do:    did you mean 'fsdp2'?"),
     ],
 )

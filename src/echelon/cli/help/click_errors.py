@@ -20,7 +20,7 @@ _NUM_PROCESSES = ("--num_processes", "--nproc_per_node", "-n")
 _OF_LAUNCH = MappingProxyType(
     {
         ("echelon verify", "--cpu"): N_("leave it out: echelon verify always uses the CPU"),
-        **{("echelon verify", name): N_("did you mean --procs?") for name in _NUM_PROCESSES},
+        **{("echelon verify", name): N_("did you mean --num_processes?") for name in _NUM_PROCESSES},
         **{
             ("echelon tune", name): N_("leave it out: echelon tune tries several numbers of processes")
             for name in _NUM_PROCESSES

@@ -106,7 +106,7 @@ def _complete(
 
 def spelled(flag: str) -> str:
     """Return ``flag`` as the documents spell it, with ``_``."""
-    if flag == "--help-all" or not flag.startswith("--"):
+    if not flag.startswith("--"):
         return flag
     return f"--{flag[2:].replace('-', '_')}"
 
@@ -119,4 +119,7 @@ def page_colour() -> bool:
 def _description(text: str) -> str:
     """Return an option's description; what click adds in brackets at the end is not in the catalogue."""
     match = _EXTRA.fullmatch(" ".join(text.split()))
-    return text if match is None else f"{_(match[1])}{match[2] or ''}"
+    if match is None:
+        return text
+    # An error tells the range of a number.
+    return _(match[1]) + (_(" (required)") if "[required" in (match[2] or "") else "")

@@ -52,7 +52,7 @@ def parse_layouts(procs: str, engines: str | None) -> list[Layout]:
         UsageError: a number of processes is not valid.
         ConfigError: an engine is unknown.
     """
-    numbers = sorted({_number(word) for word in _words(procs, flag="--procs")})
+    numbers = sorted({_number(word) for word in _words(procs, flag="--num_processes")})
     names: list[str | None] = [None] if engines is None else [*map(_engine, _words(engines, flag="--engines"))]
     return [Layout(num_processes=number, engine=name) for number in numbers for name in dict.fromkeys(names)]
 
@@ -60,7 +60,7 @@ def parse_layouts(procs: str, engines: str | None) -> list[Layout]:
 def _words(text: str, *, flag: str) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
-        example = "1,2,4" if flag == "--procs" else "ddp,zero1,fsdp2"
+        example = "1,2,4" if flag == "--num_processes" else "ddp,zero1,fsdp2"
         raise UsageError(f"{flag} is empty", where=f"flag {flag}", do=f"pass a list such as {flag} {example}")
     return words
 
@@ -69,8 +69,8 @@ def _number(word: str) -> int:
     if not word.isdigit() or not 1 <= int(word) <= _MAX_PROCESSES:
         raise UsageError(
             f"{word!r} is not a number of processes",
-            where="flag --procs",
-            do="pass positive integers, separated by commas, such as --procs 1,2,4",
+            where="flag --num_processes",
+            do="pass positive integers, separated by commas, such as --num_processes 1,2,4",
         )
     return int(word)
 
