@@ -79,7 +79,17 @@ API: dict[str, tuple[str, str, list[str]]] = {
     "distributed": (
         "echelon.distributed",
         "Level 1: your own loop on `torch.distributed`, with safety checks.",
-        ["echelon.distributed.*", "echelon.World"],
+        [
+            *(
+                f"echelon.distributed.{name}"
+                for name in (
+                    "process_group", "setup", "cleanup", "shard", "ShardedLoader", "gather", "gather_object", "reduce", "mean_over_ranks",
+                    "broadcast", "broadcast_object_list", "pad_across_processes", "barrier", "agree", "rank_zero_only", "main_first",
+                    "log", "should_stop",
+                )
+            ),
+            "echelon.World",
+        ],
     ),
     "accelerator": ("Accelerator", "Level 2: your own loop, on any devices.", ["echelon.Accelerator"]),
     "accelerator_settings": (
@@ -162,13 +172,12 @@ API: dict[str, tuple[str, str, list[str]]] = {
         ["echelon.EchelonError"],
     ),
 }  # fmt: skip
-# Options of mkdocstrings for single names: the fields of TrainingArguments are those of its base class, and make a signature of pages.
-OPTIONS = {
-    "echelon.TrainingArguments": ["inherited_members: true", "show_signature: false", "merge_init_into_class: false"]
-}
+# The search ranks a guide above the reference of the functions that it uses.
+_SEARCHED_LAST = ("---", "search: {boost: 0.1}", "---", "")
 # Public modules whose names must all be on a page (`echelon` itself is read from its stub).
 MODULES = ("echelon.distributed", "echelon.accelerator", "echelon.trainer", "echelon.trackers")
 
+_COLLECTIVE = '<a href="index.html#collective">Collective</a>'
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^(\s*)(`{3,})(\w*)[ \t]*(.*)$")
 _ITEM = re.compile(r"^( *)([-*]|\d+\.)( +)(?=\S)")
@@ -396,25 +405,47 @@ def api_pages() -> dict[str, str]:
     made = {}
     rows = []
     for page, (title, about, _) in API.items():
-        lines = [f"# {title}", "", about, ""]
+        lines = [*_SEARCHED_LAST, f"# {title}", "", about, ""]
         for name in names_of(page):
-            lines += [
-                f"::: {defined_at(name)}",
-                "    options:",
-                f"      heading: {name}",
-                f"      toc_label: {name.rpartition('.')[2]}",
-                *(f"      {line}" for line in OPTIONS.get(name, [])),
-                "",
-            ]
+            lines += _reference(name)
         made[f"{page}.md"] = "\n".join(lines)
         names = ", ".join(f"[`{name.rpartition('.')[2]}`]({page}.md#{defined_at(name)})" for name in names_of(page))
         rows.append(f"| [{title}]({page}.md) | {names} |")
     made["index.md"] = "\n".join(
-        ["# API reference", "", "Every public name, with the page that describes it. The modules whose paths are those of Accelerate",
-         "(`echelon.utils`, `echelon.state`, ...) are listed in [the compatibility table](../accelerate_compat.md).", "",
-         "| page | names |", "|---|---|", *rows, ""]
+        [*_SEARCHED_LAST, "# API reference", "", "Every public name, with the page that describes it. The members that only scripts for Accelerate read,",
+         "and modules whose paths are those of Accelerate (`echelon.utils`, `echelon.state`, ...), are in",
+         "[the compatibility table](../accelerate_compat.md).", "",
+         "| page | names |", "|---|---|", *rows, "",
+         "## Collective", "",
+         "A function marked **Collective** exchanges data between ranks. Call it on every rank, in the same order; a rank that does not call it",
+         "leaves the others waiting. So do not call it inside `if accelerator.is_main_process:`: call it on every rank, and use the result on one.",
+         "[Why a run hangs](../guides/hangs.md) shows what echelon reports if a rank is missing.", ""]
     )  # fmt: skip
     return made
+
+
+def _reference(name: str) -> Iterator[str]:
+    """Yield the directives of a public name: one for the whole, or one for each member that docs/api_members.py lists."""
+    groups = _beside("api_members").MEMBERS.get(name)
+    path, own = defined_at(name), name.rpartition(".")[2]
+    if groups is None:
+        yield from _directive(path, name, own)
+        return
+    direct = groups.get("", [])
+    yield from _directive(
+        path, name, own, f"members: [{', '.join(direct)}]", f"inherited_members: {str(bool(direct)).lower()}"
+    )
+    for title, members in groups.items():
+        if title:
+            yield from ("", f"## {title}", "")
+            for member in members:
+                yield from _directive(f"{path}.{member}", member, member, "heading_level: 3")
+
+
+def _directive(path: str, heading: str, label: str, *options: str) -> Iterator[str]:
+    yield from (f"::: {path}", "    options:", f"      heading: {heading}", f"      toc_label: {label}")
+    yield from (f"      {line}" for line in options)
+    yield ""
 
 
 def figures() -> dict[str, bytes]:
@@ -462,6 +493,8 @@ def navigation(exists: Callable[[str], bool], folder: Callable[[str], list[str]]
             if isinstance(entry, tuple):
                 inner = fill(entry[1])
                 found += [{entry[0]: inner}] if inner else []
+            elif entry == "api/*":
+                found += [f"api/{page}.md" for page in API]
             elif entry.endswith("/*"):
                 found += [page for page in folder(entry[:-2]) if page not in named]
             elif exists(entry):
@@ -516,7 +549,17 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
         title = _name_of_page(name, f"docs/{name}", is_chinese=is_chinese, is_short=False)
         return f'<a href="{file.url_relative_to(page.file)}">{title}</a>'
 
+    if page.file.src_uri.startswith("api/") and page.file.name != "index":
+        html = re.sub(r"(?<=<p>)Collective(?=: )|(?<=[.;] )Collective\b", _COLLECTIVE, html)
     return re.sub(r"(?P<tag><[^>]+>)|docs/(?P<name>[\w/]+)\.md", change, html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Leave out the addresses of a page's translations (mkdocs calls this).
+
+    The theme requests a site map beside each of them, which does not exist there: an error on the console.
+    """
+    return re.sub(r'<link rel="alternate"[^>]*>', "", output)
 
 
 if __name__ == "__main__":

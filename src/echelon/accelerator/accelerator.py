@@ -83,30 +83,47 @@ class Accelerator(ProcessMembers):
     Accelerators in one process do not interfere with each other.
 
     Args:
-        device_placement: move models and batches to the device.
-        split_batches: see ``DataLoaderConfiguration``.
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``. None: from the environment or launcher, else ``no``.
         gradient_accumulation_steps: micro-batches per update.
-        cpu: use the CPU even if an accelerator is available.
-        dataloader_config: how loaders are sharded.
-        deepspeed_plugin: DeepSpeed settings (implemented by torch if ``engine="fsdp2"``). None: from the environment.
-        fsdp_plugin: how to shard the model across ranks. None: from the environment (``ACCELERATE_USE_FSDP``).
         gradient_accumulation_plugin: replaces ``gradient_accumulation_steps``.
+        cpu: use the CPU even if an accelerator is available.
+        device_placement: move models and batches to the device.
         step_scheduler_with_optimizer: step schedulers num_processes times per update. False: once per call.
         kwargs_handlers: handlers with options for torch components; at most one of each type.
-        dynamo_backend: ``torch.compile`` backend. None: from the environment or launcher, else do not compile.
-        dynamo_plugin: ``torch.compile`` settings, used instead of ``dynamo_backend``.
-        deepspeed_plugins: alias of ``deepspeed_plugin``.
-        parallelism_config: number and size of the shard groups. None: from the environment.
-        engine: engine name or ``Engine``. None: chosen from the number of processes and the sharding settings.
+
+    Args: Equal results on any number of processes
         parity: ``off``: the batch grows with the number of processes. ``exact``: the batch size is global, and each update equals
             the one-process update (docs/parity.md). ``bitwise``: as ``exact``, and bit-identical. None: environment, or ``off``.
         seed: seed for random numbers and, in the exact modes, the data order. None: the script's seed on rank zero.
-        canonical_shards: shards per update with ``parity="bitwise"``; at least the number of processes. None: 8.
         max_micro_batch_size: largest micro-batch per process (exact modes). None: the process's share of the batch.
-        speed: ``safe`` (only what is bit-equal to the plain loop), ``max`` or ``off`` (docs/speed.md). None: ``safe``.
+        canonical_shards: shards per update with ``parity="bitwise"``; at least the number of processes. None: 8.
         verify_every: compare every N-th update with that of one process on the same batch (docs/verify.md). None: never.
         verify_action: what to do on a difference: ``stop`` with an error (default), or ``warn``.
+
+    Args: Sharding and parallelism
+        engine: engine name or ``Engine``. None: chosen from the number of processes and the sharding settings.
+        fsdp_plugin: how to shard the model across ranks. None: from the environment (``ACCELERATE_USE_FSDP``).
+        deepspeed_plugin: DeepSpeed settings (implemented by torch if ``engine="fsdp2"``). None: from the environment.
+        deepspeed_plugins: alias of ``deepspeed_plugin``.
+        parallelism_config: number and size of the shard groups. None: from the environment.
+        torch_tp_plugin: not supported; use ``parallelism_config``.
+        megatron_lm_plugin: not supported.
+
+    Args: Data
+        dataloader_config: how loaders are sharded.
+        split_batches: see ``DataLoaderConfiguration``.
+        rng_types: random number generators to synchronize at the start of each pass. None: the sampler's generator.
+
+    Args: Speed
+        speed: ``safe`` uses only settings whose results are bit-identical to the plain loop's, ``max`` also faster ones, ``off``
+            none (docs/speed.md). None: ``safe``.
+        dynamo_backend: ``torch.compile`` backend. None: from the environment or launcher, else do not compile.
+        dynamo_plugin: ``torch.compile`` settings, used instead of ``dynamo_backend``.
+
+    Args: Logging and folders
+        log_with: trackers for ``log``: names, ``"all"``, or ``GeneralTracker`` objects (docs/tracking.md).
+        project_dir: folder for automatically named checkpoints and trackers.
+        project_config: names and limits of the checkpoints in that folder, as a ``ProjectConfiguration``.
 
     Collective: construct on every rank, because the first Accelerator creates the process group.
 
@@ -297,7 +314,8 @@ class Accelerator(ProcessMembers):
     context_parallel_rank: int = axis_rank("context_parallel_rank", "cp")
     pipeline_parallel_rank: int = axis_rank("pipeline_parallel_rank", "pp")
 
-    context_parallel, maybe_context_parallel = sequences.context_parallel, sequences.maybe_context_parallel
+    context_parallel = sequences.context_parallel
+    maybe_context_parallel = sequences.maybe_context_parallel
 
     def deepspeed_ulysses_dl_adapter(self, dl: T, model: nn.Module) -> T:
         """Return ``dl`` unchanged, because sequence parallelism is not supported."""
