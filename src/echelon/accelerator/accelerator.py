@@ -351,6 +351,13 @@ class Accelerator(ProcessMembers):
 
         Args:
             models: models trained in this micro-step; by default all.
+
+        Examples:
+            >>> for x, y in loader:
+            ...     with accelerator.accumulate(model):
+            ...         accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
         """
         return MicroStep(self.session.update, models)
 
@@ -361,6 +368,11 @@ class Accelerator(ProcessMembers):
             model: a prepared model.
             unsynced: let optimizers step with local gradients inside the context, so that the ranks diverge. Otherwise
                 a step inside the context first averages the gradients across ranks.
+
+        Examples:
+            >>> with accelerator.no_sync(model):
+            ...     accelerator.backward(torch.nn.functional.mse_loss(model(x), y))  # stays on this process
+            >>> accelerator.backward(torch.nn.functional.mse_loss(model(x), y))  # averages both
         """
         session = self.session
         steppers: list[Any] = [*self._optimizers, session.guard] if unsynced else []
@@ -381,6 +393,9 @@ class Accelerator(ProcessMembers):
         Raises:
             UsageError: the loss is not a scalar that requires grad, weights contradict each other, or a loader was
                 not prepared (checked only in the first call, with multiple processes).
+
+        Examples:
+            >>> accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
         """
         self.session.backward(loss, num_items, kwargs)
 
@@ -390,6 +405,11 @@ class Accelerator(ProcessMembers):
         In the exact modes, only an update's last micro-step scales gradients; earlier calls return the norm so far.
 
         Collective: call on every rank if parameters are sharded or the step guard reduces gradients.
+
+        Examples:
+            >>> accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            >>> if accelerator.sync_gradients:
+            ...     norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
         """
         update = self.session.update
         if update.is_unfinished:
@@ -401,6 +421,11 @@ class Accelerator(ProcessMembers):
         """Clamp every gradient to ``[-clip_value, clip_value]``; in the exact modes once per update, at its end.
 
         Collective: call on every rank if the step guard reduces gradients.
+
+        Examples:
+            >>> accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            >>> if accelerator.sync_gradients:
+            ...     accelerator.clip_grad_value_(model.parameters(), clip_value=0.5)
         """
         if not self.session.update.is_unfinished:
             self.unscale_gradients()
@@ -416,7 +441,12 @@ class Accelerator(ProcessMembers):
     _custom_objects: list[Any] = view("checkpoints.custom_objects", "Objects registered for checkpointing.")
 
     def allow_unsharded(self, loader: DataLoader[T]) -> DataLoader[T]:
-        """Allow every process to read all of ``loader``; return ``loader``."""
+        """Allow every process to read all of ``loader``; return ``loader``.
+
+        Examples:
+            >>> for x, y in accelerator.allow_unsharded(small_loader):
+            ...     prediction = model(x)
+        """
         self.session.unprepared.allow(loader)
         return loader
 
@@ -432,6 +462,9 @@ class Accelerator(ProcessMembers):
         Raises:
             UsageError: no argument can be prepared.
             DesyncError: the ranks passed different models or data.
+
+        Examples:
+            >>> model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         return prepare_arguments(self.session, args, device_placement, is_on_several_devices=self.verify_device_map)
 
@@ -441,6 +474,9 @@ class Accelerator(ProcessMembers):
         """Prepare one model; with ``evaluation_mode`` it is moved and cast, but not distributed across ranks.
 
         Collective: call on every rank unless ``evaluation_mode``.
+
+        Examples:
+            >>> teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
         """
         if evaluation_mode:
             place = self.device_placement if device_placement is None else device_placement
@@ -448,11 +484,19 @@ class Accelerator(ProcessMembers):
         return self.prepare(model, device_placement=[device_placement])  # type: ignore[no-any-return]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Prepare one optimizer."""
+        """Prepare one optimizer.
+
+        Examples:
+            >>> optimizer = accelerator.prepare_optimizer(optimizer)
+        """
         return self.prepare(optimizer)  # type: ignore[no-any-return]
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Prepare one learning-rate scheduler."""
+        """Prepare one learning-rate scheduler.
+
+        Examples:
+            >>> scheduler = accelerator.prepare_scheduler(scheduler)
+        """
         return self.prepare(scheduler)  # type: ignore[no-any-return]
 
     def prepare_data_loader(
@@ -472,6 +516,9 @@ class Accelerator(ProcessMembers):
             already_sharded: whether each process already reads its own shard. None: see ``DataLoaderConfiguration``.
 
         Collective: call on every rank.
+
+        Examples:
+            >>> loader = accelerator.prepare_data_loader(loader, already_sharded=True)
         """
         is_plain = slice_fn_for_dispatch is None and already_sharded is None
         if is_plain or id(data_loader) in self.session.objects.originals or isinstance(data_loader, PreparedLoader):
@@ -482,7 +529,12 @@ class Accelerator(ProcessMembers):
         )
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """Return a loader without its first ``num_batches`` batches. See ``echelon.skip_first_batches``."""
+        """Return a loader without its first ``num_batches`` batches. See ``echelon.skip_first_batches``.
+
+        Examples:
+            >>> for x, y in accelerator.skip_first_batches(loader, num_batches=2):
+            ...     loss = torch.nn.functional.mse_loss(model(x), y)
+        """
         return skip_first_batches(dataloader, num_batches)
 
     join_uneven_inputs = delegate(join_uneven_inputs, "session")
@@ -491,7 +543,11 @@ class Accelerator(ProcessMembers):
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate each tensor in nested data across processes. Collective. See ``echelon.distributed.gather``."""
+        """Concatenate each tensor in nested data across processes. Collective. See ``echelon.distributed.gather``.
+
+        Examples:
+            >>> losses = accelerator.gather(loss.detach())  # one from each process
+        """
         self.session.update.require_every_rank("gather()")
         return collectives.gather(tensor, mesh=self.session.data_world.mesh)
 
@@ -503,6 +559,10 @@ class Accelerator(ProcessMembers):
             use_gather_object: gather as objects even if all leaves are tensors.
 
         Collective: call on every process, once per batch.
+
+        Examples:
+            >>> for x, y in eval_loader:
+            ...     predictions, labels = accelerator.gather_for_metrics((model(x), y))
         """
         loader = self.gradient_state.active_dataloader
         if self.session.data_world.world_size == 1:
@@ -514,27 +574,54 @@ class Accelerator(ProcessMembers):
     trim_for_metrics = delegate(trim_for_metrics, "gradient_state")
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or average nested tensors across processes. Collective. See ``echelon.distributed.reduce``."""
+        """Sum or average nested tensors across processes. Collective. See ``echelon.distributed.reduce``.
+
+        Examples:
+            >>> mean_loss = accelerator.reduce(loss.detach(), "mean")
+        """
         self.session.update.require_every_rank("reduce()")
         return collectives.reduce(tensor, reduction, scale, mesh=self.session.data_world.mesh)  # type: ignore[arg-type]
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad nested tensors to the largest size on any process. Collective."""
+        """Pad nested tensors to the largest size on any process. Collective.
+
+        Examples:
+            >>> tokens = accelerator.gather(accelerator.pad_across_processes(tokens, dim=1))
+        """
         self.session.update.require_every_rank("pad_across_processes()")
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, mesh=self.session.data_world.mesh)
 
     def wait_for_everyone(self) -> None:
-        """Wait for all processes; if some do not arrive, the error names them. Collective."""
+        """Wait for all processes; if some do not arrive, the error names them. Collective.
+
+        Examples:
+            >>> if accelerator.is_main_process:
+            ...     torch.save({"vocabulary": 100}, "vocabulary.pt")
+            >>> accelerator.wait_for_everyone()
+            >>> vocabulary = torch.load("vocabulary.pt")
+        """
         control.barrier()
 
     slow = staticmethod(slow)
 
     def set_trigger(self) -> None:
-        """Set a flag on this process that ``check_trigger`` reads on all processes."""
+        """Set a flag on this process that ``check_trigger`` reads on all processes.
+
+        Examples:
+            >>> if loss.isnan():  # on any process
+            ...     accelerator.set_trigger()
+            >>> if accelerator.check_trigger():  # on every process
+            ...     raise RuntimeError("the loss is NaN")
+        """
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Return whether any process has set the flag, and reset it. Collective."""
+        """Return whether any process has set the flag, and reset it. Collective.
+
+        Examples:
+            >>> accelerator.check_trigger()
+            False
+        """
         raised = control.agree(self._triggered)
         self._triggered = self._triggered and not raised
         return raised
@@ -542,7 +629,12 @@ class Accelerator(ProcessMembers):
     # ---- models ------------------------------------------------------------------------------------------------------
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the mixed-precision context for losses and other computations outside the model's forward."""
+        """Return the mixed-precision context for losses and other computations outside the model's forward.
+
+        Examples:
+            >>> with accelerator.autocast():
+            ...     loss = torch.nn.functional.mse_loss(model(x), y)
+        """
         return self.session.precision.autocast(None if autocast_handler is None else autocast_handler.to_kwargs())
 
     def verify_device_map(self, model: nn.Module) -> bool:
@@ -555,6 +647,9 @@ class Accelerator(ProcessMembers):
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write ``obj`` to the path or file ``f`` with ``torch.save`` or as safetensors, on rank zero
         (``save_on_each_node``: on one rank per machine). Call it on every rank.
+
+        Examples:
+            >>> accelerator.save({"threshold": 0.5}, "threshold.pt")
         """
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
@@ -579,13 +674,27 @@ class Accelerator(ProcessMembers):
         training loader first yields the rest of its interrupted pass. An epoch ends when the loop requests the next
         one. ``progress.epoch`` is the current epoch; it also determines each loader's order (later passes in an epoch
         use later epochs' orders).
+
+        Examples:
+            >>> accelerator.resume()
+            False
+            >>> for epoch in accelerator.epochs(2):
+            ...     for x, y in loader:
+            ...         accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            ...     folder = accelerator.save_state()
         """
         first = self.session.resume_epochs()
         with self.preemption.during(self.session.watcher):
             yield from self.session.epochs.loop(first, num_epochs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release all prepared objects and empty the device's cache; return None for each of ``objects``."""
+        """Release all prepared objects and empty the device's cache; return None for each of ``objects``.
+
+        Examples:
+            >>> model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+        """
         self.session.forget_objects()
         if self.device.type != "cpu":
             torch.accelerator.memory.empty_cache()
@@ -594,7 +703,13 @@ class Accelerator(ProcessMembers):
     clear = free_memory
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a ``torch.profiler`` context. Collective if a trace is written (``output_trace_dir``)."""
+        """Return a ``torch.profiler`` context. Collective if a trace is written (``output_trace_dir``).
+
+        Examples:
+            >>> with accelerator.profile() as profiler:
+            ...     output = model(x)
+            >>> table = profiler.key_averages().table(sort_by="cpu_time_total", row_limit=5)
+        """
         return profile(profile_handler or self.profile_handler or ProfileKwargs(), rank=self.process_index)
 
     # ---- trackers ----------------------------------------------------------------------------------------------------
@@ -607,7 +722,11 @@ class Accelerator(ProcessMembers):
     log_hyperparameters = staticmethod(log_hyperparameters)
 
     def end_training(self) -> None:
-        """Finish the trackers and end the process group. Collective."""
+        """Finish the trackers and end the process group. Collective.
+
+        Examples:
+            >>> accelerator.end_training()
+        """
         self.session.run_final_checks()
         self.checkpoints.store.close()
         self._tracking.finish()

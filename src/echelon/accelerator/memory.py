@@ -80,6 +80,13 @@ def find_executable_batch_size(
     Raises:
         UsageError: the caller passed a batch size.
         RuntimeError: even a batch size of one does not fit.
+
+    Examples:
+        >>> @find_executable_batch_size(starting_batch_size=256)
+        ... def train(batch_size):
+        ...     print(f"training with {batch_size}")
+        >>> train()
+        training with 256
     """
     if function is None:
         return functools.partial(

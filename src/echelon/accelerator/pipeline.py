@@ -60,6 +60,11 @@ def prepare_pipeline(
 
     Raises:
         ConfigError: the model cannot be cut, or the settings contradict each other.
+
+    Examples:
+        >>> accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2))  # doctest: +SKIP
+        >>> pipeline = accelerator.prepare_pipeline(model, schedule="1F1B")  # doctest: +SKIP
+        >>> optimizer, loader = accelerator.prepare(optimizer, loader)  # doctest: +SKIP
     """
     # Runs without pipelines do not import torch's, which is slow.
     from echelon.engines.pipeline_parallel.pipeline import PipelineStages  # noqa: PLC0415

@@ -43,47 +43,96 @@ class ProcessMembers:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block on rank zero first, then on the other ranks. Collective."""
+        """Run the block on rank zero first, then on the other ranks. Collective.
+
+        Examples:
+            >>> with accelerator.main_process_first():
+            ...     dataset = download()  # the other processes then find the files
+        """
         with control.main_first():
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on one process per machine first, then on the others. Collective."""
+        """Run the block on one process per machine first, then on the others. Collective.
+
+        Examples:
+            >>> with accelerator.local_main_process_first():
+            ...     dataset = download()
+        """
         with control.main_first(scope="machine"):
             yield
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's part of a list, tuple, dict, tensor or dataset; equal parts with ``apply_padding``."""
+        """Yield this process's part of a list, tuple, dict, tensor or dataset; equal parts with ``apply_padding``.
+
+        Examples:
+            >>> with accelerator.split_between_processes(["a", "b", "c"]) as prompts:
+            ...     print(len(prompts))  # on 2 processes: 2 and 1
+            3
+        """
         with split_inputs(
             inputs, apply_padding, rank=self.process_index, world_size=self.num_processes, device=self.device
         ) as part:
             yield part
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on one process per machine."""
+        """Print on one process per machine.
+
+        Examples:
+            >>> accelerator.print("starting")
+            starting
+        """
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)
 
     def on_main_process(self, function: Any = None) -> Any:
-        """Run ``function`` only on rank zero; on other ranks, it returns None."""
+        """Run ``function`` only on rank zero; on other ranks, it returns None.
+
+        Examples:
+            >>> @accelerator.on_main_process
+            ... def report(loss):
+            ...     print(f"loss {loss:.1f}")
+            >>> report(0.5)
+            loss 0.5
+        """
         return _only_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Run ``function`` only on one process per machine."""
+        """Run ``function`` only on one process per machine.
+
+        Examples:
+            >>> accelerator.on_local_main_process(print)("once on each machine")
+            once on each machine
+        """
         return _only_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: Any) -> Any:
-        """Run ``function`` only on the highest rank."""
+        """Run ``function`` only on the highest rank.
+
+        Examples:
+            >>> accelerator.on_last_process(print)("from the last process")
+            from the last process
+        """
         return _only_if(self.is_last_process, function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Run ``function`` only on rank ``process_index``; a single process always runs it."""
+        """Run ``function`` only on rank ``process_index``; a single process always runs it.
+
+        Examples:
+            >>> accelerator.on_process(print, process_index=1)("from process 1")
+            from process 1
+        """
         return _only_if(self.process_index == process_index or not self.use_distributed, function)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Run ``function`` only on process ``local_process_index`` on each machine; a single process always runs it."""
+        """Run ``function`` only on process ``local_process_index`` on each machine; a single process always runs it.
+
+        Examples:
+            >>> accelerator.on_local_process(print, local_process_index=1)("from process 1 of each machine")
+            from process 1 of each machine
+        """
         return _only_if(self.local_process_index == local_process_index or not self.use_distributed, function)
 
 

@@ -80,6 +80,10 @@ def context_parallel(
     Raises:
         ConfigError: the length cannot be divided among the ranks.
         UsageError: the block contains attention that cannot be computed this way.
+
+    Examples:
+        >>> with accelerator.context_parallel([input_ids, labels], buffer_seq_dims=[1, 1]):  # doctest: +SKIP
+        ...     accelerator.backward(model(input_ids, shift_labels=labels).loss)
     """
     given = [] if buffers is None else list(buffers)
     dims = [1] * len(given) if buffer_seq_dims is None else list(buffer_seq_dims)

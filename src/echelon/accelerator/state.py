@@ -113,11 +113,19 @@ class PartialState(ProcessMembers):
         return World.current().device
 
     def set_device(self) -> None:
-        """Make this process's device the current device."""
+        """Make this process's device the current device.
+
+        Examples:
+            >>> PartialState().set_device()
+        """
         use_device(self.device)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Destroy ``group``, or the default process group if None."""
+        """Destroy ``group``, or the default process group if None.
+
+        Examples:
+            >>> PartialState().destroy_process_group()
+        """
         if group is None:
             cleanup()
         else:

@@ -51,6 +51,12 @@ class Tracking:
 
         Raises:
             UsageError: ``init_kwargs`` names a tracker that is not in use.
+
+        Examples:
+            >>> accelerator = Accelerator(log_with="tensorboard", project_dir="runs")  # doctest: +SKIP
+            >>> accelerator.init_trackers("my_project", config={"learning_rate": 0.1})
+            >>> accelerator.log({"loss": 0.5}, step=1)
+            >>> accelerator.end_training()
         """
         given = dict(init_kwargs or {})
         self._warn_of_unused("init_kwargs", given)
@@ -74,6 +80,9 @@ class Tracking:
 
         Raises:
             UsageError: there is no tracker with this name.
+
+        Examples:
+            >>> wandb_run = accelerator.get_tracker("wandb", unwrap=True)  # doctest: +SKIP
         """
         active = self._active()
         if not active:
@@ -93,6 +102,9 @@ class Tracking:
             values: numbers and strings by name.
             step: step of the run.
             log_kwargs: additional arguments for each tracker's ``log``, by tracker name.
+
+        Examples:
+            >>> accelerator.log({"loss": loss.item()}, step=10)
         """
         given = log_kwargs or {}
         record_values(values, step=step)

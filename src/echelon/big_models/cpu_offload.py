@@ -75,6 +75,12 @@ def cpu_offload_with_hook(
 
     Args:
         prev_module_hook: hook of the previous model in a pipeline, which is moved to the CPU first.
+
+    Examples:
+        >>> encoder, encoder_hook = cpu_offload_with_hook(encoder, "cuda")  # doctest: +SKIP
+        >>> decoder, decoder_hook = cpu_offload_with_hook(decoder, "cuda", encoder_hook)  # doctest: +SKIP
+        >>> image = decoder(encoder(x))  # doctest: +SKIP
+        >>> decoder_hook.offload()  # doctest: +SKIP
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)

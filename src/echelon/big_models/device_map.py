@@ -55,6 +55,10 @@ def infer_auto_device_map(
         fallback_allocation: if the next part does not fit on an empty device, search for any part that fits.
 
     Source: Accelerate's function of the same name (returns the same maps).
+
+    Examples:
+        >>> infer_auto_device_map(model, max_memory={"cpu": "1GB"})
+        {'': 'cpu'}
     """
     memory: dict[Any, Any] = get_max_memory(max_memory)
     if isinstance(no_split_module_classes, str):

@@ -50,6 +50,9 @@ def cpu_offload(
         offload_buffers: also offload buffers.
         state_dict: the weights on the CPU. None: the model's weights.
         preload_module_classes: class names of modules whose weights, including submodules, are loaded together.
+
+    Examples:
+        >>> model = cpu_offload(model, execution_device=torch.device("cuda", 0))  # doctest: +SKIP
     """
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
@@ -71,6 +74,9 @@ def disk_offload(
         execution_device: device on which modules run. None: the device of the first parameter.
         offload_buffers: also offload buffers.
         preload_module_classes: class names of modules whose weights, including submodules, are loaded together.
+
+    Examples:
+        >>> model = disk_offload(model, "offloaded", execution_device=torch.device("cpu"))
     """
     if not has_index(offload_dir):
         offload_state_dict(offload_dir, model.state_dict())
@@ -130,6 +136,9 @@ def dispatch_model(
 
     Raises:
         UsageError: the map does not cover the model, or maps parts to the disk without a folder.
+
+    Examples:
+        >>> model = dispatch_model(model, device_map={"": "cpu"})
     """
     # transformers leaves some parameters out of its map on purpose, and names them in this attribute.
     if getattr(model, "_no_placement_params", None) is None:

@@ -19,6 +19,12 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     Args:
         include_buffers: also create buffers there. False keeps the values of buffers that are in no weight file, such
             as rotary embedding frequencies. None: use ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
+
+    Examples:
+        >>> with init_empty_weights():
+        ...     model = torch.nn.Linear(1000, 1000)
+        >>> model.weight.device
+        device(type='meta')
     """
     with init_on_device(torch.device("meta"), include_buffers=include_buffers):
         yield
@@ -30,6 +36,10 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
 
     Args:
         include_buffers: also create buffers there. None: use ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
+
+    Examples:
+        >>> with init_on_device("cpu"):
+        ...     model = torch.nn.Linear(8, 8)
     """
     device = torch.device(device)
     if include_buffers is None:

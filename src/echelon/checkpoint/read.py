@@ -257,6 +257,9 @@ def open_verified(folder: Path, *, world: World) -> Checkpoint:
 
     Raises:
         CheckpointError: the checkpoint is damaged. The error on every rank names the damaged files.
+
+    Examples:
+        >>> reader = open_verified("checkpoint", world)  # doctest: +SKIP
     """
     checkpoint, problem = try_open(folder, world=world)
     if checkpoint is None:
@@ -276,6 +279,9 @@ def newest(
         candidates: paths, newest first. Some of them may be missing on some machines.
 
     Collective: call on every rank.
+
+    Examples:
+        >>> reader = newest(["checkpoint_1", "checkpoint_2"], world=world)  # doctest: +SKIP
     """
     from echelon.checkpoint.plan import gather_json  # noqa: PLC0415 - torch
     from echelon.distributed.small_messages import gather_bytes  # noqa: PLC0415 - torch

@@ -382,6 +382,10 @@ def save(target: Path, content: Content, *, world: World, **options: Any) -> Pat
     ``PendingCheckpoint``.
 
     Collective: call on every rank.
+
+    Examples:
+        >>> content = Content(tensors=model.state_dict())
+        >>> folder = save("checkpoint", content, world=world)
     """
     return begin_save(target, content, world=world, **options).finish()
 

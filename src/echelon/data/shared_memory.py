@@ -49,6 +49,9 @@ def share_dataset(dataset: T | None) -> T:
         DesyncError: the columns differ in kind or shape between ranks on a machine.
         SetupError: there is not enough shared memory.
         UsageError: the first rank on a machine passed no data.
+
+    Examples:
+        >>> dataset = share_dataset(TensorDataset(torch.randn(1000, 8), torch.randn(1000, 1)))
     """
     world = World.current()
     first = world.rank - world.local_rank

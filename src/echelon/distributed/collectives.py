@@ -42,6 +42,9 @@ def gather(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
         UsageError: a leaf is not a tensor.
+
+    Examples:
+        >>> predictions = gather(model(x).argmax(dim=-1))
     """
     group = _group(mesh)
     _refuse_objects("gather", data)
@@ -60,6 +63,9 @@ def gather_object(data: Any, *, mesh: DeviceMesh | None = None) -> list[Any]:
 
     Raises:
         DesyncError: some ranks pass a list and others do not.
+
+    Examples:
+        >>> file_names = gather_object([f"part-{world.rank}.txt"])
     """
     group = _group(mesh)
     objects: list[Any] = [data]
@@ -104,6 +110,9 @@ def reduce(
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
         UsageError: the reduction is unknown, or a leaf is not a tensor.
+
+    Examples:
+        >>> num_samples = reduce(torch.tensor(len(x)), "sum")
     """
     group = _group(mesh)
     if reduction not in ("mean", "sum", "max", "none"):
@@ -130,6 +139,12 @@ def mean_over_ranks(data: Any, *, mesh: DeviceMesh | None = None) -> Any:
 
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
+
+    Examples:
+        >>> loss = mean_over_ranks(loss.detach())
+        >>> if world.is_rank_zero:
+        ...     print(f"loss {loss.item():.1f}")
+        loss 0.5
     """
     return reduce(data, "mean", mesh=mesh)
 
@@ -149,6 +164,9 @@ def broadcast(data: Any, from_process: int = 0, *, mesh: DeviceMesh | None = Non
     Raises:
         DesyncError: shapes, dtypes or structures differ between ranks.
         UsageError: ``from_process`` is not in the mesh, or a leaf is not a tensor.
+
+    Examples:
+        >>> threshold = broadcast(torch.rand(1))  # the same number on every rank
     """
     group = _group(mesh)
     _refuse_objects("broadcast", data)
@@ -169,6 +187,9 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0, *, mesh: De
     Raises:
         DesyncError: the lists differ in length.
         UsageError: ``from_process`` is not in the mesh.
+
+    Examples:
+        >>> (run_name,) = broadcast_object_list([run_name if world.is_rank_zero else None])
     """
     group = _group(mesh)
     _check_member(from_process, group)
@@ -196,6 +217,9 @@ def pad_across_processes(
 
     Raises:
         DesyncError: structures, dtypes or numbers of dimensions differ between ranks.
+
+    Examples:
+        >>> tokens = gather(pad_across_processes(tokens, dim=1, pad_index=0))
     """
     group = _group(mesh)
     _refuse_objects("pad_across_processes", data)

@@ -28,7 +28,15 @@ T = TypeVar("T")
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Make ``function`` run only on rank zero and return None on other ranks. It must not call collectives."""
+    """Make ``function`` run only on rank zero and return None on other ranks. It must not call collectives.
+
+    Examples:
+        >>> @rank_zero_only
+        ... def report(loss):
+        ...     print(f"loss {loss:.1f}")
+        >>> report(0.5)
+        loss 0.5
+    """
 
     @functools.wraps(function)
     def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -42,6 +50,10 @@ def agree(flag: bool, *, how: Literal["any", "all"] = "any", mesh: DeviceMesh | 
     """Return, on every rank, whether ``flag`` is True on any rank (``how="any"``) or on all ranks (``how="all"``).
 
     Collective: call on every rank of ``mesh``.
+
+    Examples:
+        >>> if agree(loss.isnan().item()):  # on all ranks, if the loss is NaN on any
+        ...     raise RuntimeError("the loss is NaN")
     """
     group = None if mesh is None else mesh.get_group()
     if is_alone(group):
@@ -92,6 +104,9 @@ def barrier(timeout: timedelta | float | None = None, *, mesh: DeviceMesh | None
     Raises:
         RankTimeoutError: some ranks did not arrive; the message names them.
         DesyncError: a rank will never arrive, because it has passed this call or exited (see ``monitored_barrier``).
+
+    Examples:
+        >>> barrier(timeout=60)
     """
     limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else (timeout or DEFAULT_TIMEOUT)
     monitored_barrier("barrier", group=None if mesh is None else mesh.get_group(), timeout=limit)
@@ -116,6 +131,10 @@ def main_first(
 
     Raises:
         DesyncError: raised on the other ranks if the block failed on the first rank.
+
+    Examples:
+        >>> with main_first(scope="machine"):
+        ...     dataset = download()
     """
     group = None if mesh is None else mesh.get_group()
     if not dist.is_initialized() or dist.get_world_size(group) == 1:

@@ -77,6 +77,10 @@ def should_stop() -> bool:
 
     It returns True on all ranks after the same step. Use it in programs without an Accelerator under ``echelon launch``.
     Under other launchers and inside ``Accelerator.epochs``, which saves automatically, it returns False.
+
+    Examples:
+        >>> if should_stop():
+        ...     torch.save(model.state_dict(), "model.pt")
     """
     member = member_of_launch()
     return member is not None and member.pass_boundary(is_new_step=True, is_whole=True)

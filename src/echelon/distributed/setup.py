@@ -47,6 +47,11 @@ def setup(
     Raises:
         ConfigError: the rank is out of range, or the arguments contradict RANK or WORLD_SIZE.
         SetupError: the group already exists with different values, the port is in use, or rank 0 is unreachable.
+
+    Examples:
+        >>> world = setup(timeout=600)
+        >>> model = torch.nn.Linear(8, 1).to(world.device)
+        >>> cleanup()
     """
     repair_fork()
     _wait_for_threads_at_exit()
@@ -70,6 +75,10 @@ def cleanup() -> None:
     """Destroy the default process group; do nothing if there is none.
 
     Call on every process. It does not wait for the other processes.
+
+    Examples:
+        >>> world = setup()
+        >>> cleanup()
     """
     METRICS.close()
     RawDDPGuard.end()
@@ -93,6 +102,11 @@ def process_group(
     A process group that existed before the block stays open.
 
     Collective: enter the context on every process of the world.
+
+    Examples:
+        >>> with process_group() as world:
+        ...     print(f"rank {world.rank} of {world.world_size}")
+        rank 0 of 1
     """
     ours = not dist.is_initialized()
     world = setup(rank, world_size, backend, timeout, init_method)

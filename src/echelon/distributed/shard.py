@@ -91,6 +91,11 @@ def shard(
         UsageError: the dataset is iterable and does not shard itself; the loader has a custom batch sampler or no batch size;
             it is sharded for a different number of ranks; or it is already sharded and ``seed``, ``even`` or ``drop_last`` is
             passed.
+
+    Examples:
+        >>> loader = shard(DataLoader(dataset, batch_size=8, shuffle=True))
+        >>> for x, y in loader:
+        ...     loss = torch.nn.functional.mse_loss(model(x), y)
     """
     repair_fork()  # also for a group that the script has created
     line = user_line()

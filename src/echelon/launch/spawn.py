@@ -98,6 +98,12 @@ def spawn(
         LaunchError: a rank failed (only if ``join``); includes the first failed rank's traceback.
 
     Source: torch.multiprocessing.spawn.
+
+    Examples:
+        >>> def train(rank, epochs):
+        ...     with process_group():
+        ...         ...
+        >>> spawn(train, args=(2,), nprocs=2)  # doctest: +SKIP
     """
     if nprocs < 1:
         raise UsageError(
@@ -162,6 +168,12 @@ def notebook_launcher(
         LaunchError: a rank failed, and the other ranks were stopped; includes the failed rank's traceback.
 
     Source: accelerate.notebook_launcher. Unlike in Accelerate, ``mixed_precision`` takes effect.
+
+    Examples:
+        >>> def train(learning_rate):
+        ...     accelerator = Accelerator()
+        ...     ...
+        >>> notebook_launcher(train, args=(0.1,), num_processes=2)  # doctest: +SKIP
     """
     _check_supported(num_nodes=(num_nodes, 1), node_rank=(node_rank, 0), max_restarts=(max_restarts, 0))
     _warn_ignored(
@@ -202,6 +214,9 @@ def debug_launcher(function: Callable[..., object], args: Sequence[object] = (),
         LaunchError: a rank failed, and the other ranks were stopped; includes the failed rank's traceback.
 
     Source: accelerate.debug_launcher.
+
+    Examples:
+        >>> debug_launcher(train, args=(0.1,), num_processes=2)  # doctest: +SKIP
     """
     resolved = current(from_code("debug_launcher", {"num_processes": num_processes, "cpu": True}))
     _run_ranks(

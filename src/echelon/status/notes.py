@@ -227,6 +227,10 @@ def slow(what: str) -> AbstractContextManager[None]:
 
     Inside the context, ``echelon launch`` reports a stall only after ``--slow_timeout`` (default: 600 s). ``what`` is the
     name of the work in reports.
+
+    Examples:
+        >>> with accelerator.slow("download"):
+        ...     dataset = download()
     """
     notes = notes_of_process()
     return nullcontext() if notes is None else notes.slow(what)

@@ -73,7 +73,11 @@ class JSONLTracker(GeneralTracker):
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records that a ``JSONLTracker`` wrote, with their original types; skip lines truncated by a crash."""
+    """Yield the records that a ``JSONLTracker`` wrote, with their original types; skip lines truncated by a crash.
+
+    Examples:
+        >>> losses = [record["loss"] for record in read_records("runs/my_project.jsonl")]  # doctest: +SKIP
+    """
     with Path(path).open(encoding="utf-8") as file:
         for line in file:
             try:

@@ -96,7 +96,11 @@ def tracker_class(name: str) -> Any:
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Return the built-in trackers whose library is installed."""
+    """Return the built-in trackers whose library is installed.
+
+    Examples:
+        >>> trackers = get_available_trackers()
+    """
     return [kind for kind, packages in _PACKAGES.items() if any(map(is_available, packages))]
 
 
@@ -107,6 +111,15 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
     Raises:
         UsageError: the class is not a ``GeneralTracker`` subclass, or lacks ``name`` or ``requires_logging_directory``.
+
+    Examples:
+        >>> class PrintTracker(GeneralTracker):
+        ...     name = "print"
+        ...     requires_logging_directory = False
+        ...     def log(self, values, step=None, **kwargs):
+        ...         print(step, values)
+        >>> register_tracker_class(PrintTracker)
+        >>> accelerator = Accelerator(log_with="print")
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise UsageError(
@@ -147,6 +160,10 @@ def filter_trackers(
 
     Raises:
         UsageError: a name is unknown, or ``logging_dir`` is None but a tracker needs it.
+
+    Examples:
+        >>> filter_trackers("all", logging_dir="runs")  # doctest: +SKIP
+        [<LoggerType.TENSORBOARD: 'tensorboard'>]
     """
     if log_with is None:
         return []

@@ -241,6 +241,11 @@ class Trainer(TrainerMethods):
             UsageError: no checkpoint exists.
             CheckpointError: the checkpoint is damaged, belongs to another model or does not fit this run
                 (docs/checkpoints.md), or another process is training in ``output_dir``.
+
+        Examples:
+            >>> result = trainer.train(resume_from_checkpoint="auto")
+            >>> result.global_step
+            2
         """
         check_attributes(self, Trainer, self._session.own_attributes)
         self._session.own_attributes = frozenset(vars(self))  # each is named once
@@ -264,6 +269,11 @@ class Trainer(TrainerMethods):
             metric_key_prefix: prefix for the metric names.
 
         Collective: call on every rank.
+
+        Examples:
+            >>> metrics = trainer.evaluate()
+            >>> "eval_loss" in metrics
+            True
         """
         given = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(given, dict):
@@ -289,7 +299,13 @@ class Trainer(TrainerMethods):
     def predict(
         self, test_dataset: Dataset[Any] | Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Return predictions, labels (if any) and metrics for ``test_dataset``. Collective: call on every rank."""
+        """Return predictions, labels (if any) and metrics for ``test_dataset``. Collective: call on every rank.
+
+        Examples:
+            >>> output = trainer.predict(dataset)
+            >>> output.predictions.shape
+            (8, 2)
+        """
         self._session.evaluation.is_predicting = True
         try:
             output = measure_evaluation(
@@ -341,36 +357,67 @@ class Trainer(TrainerMethods):
     # ---- logs and callbacks ------------------------------------------------------------------------------------------
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, given as an instance or a class."""
+        """Add a callback, given as an instance or a class.
+
+        Examples:
+            >>> trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=3))
+        """
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove and return a callback or, given a class, its first instance."""
+        """Remove and return a callback or, given a class, its first instance.
+
+        Examples:
+            >>> callback = trainer.pop_callback(PrinterCallback)
+        """
         found: TrainerCallback | None = self.callback_handler.pop_callback(callback)
         return found
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Remove a callback or, given a class, its first instance."""
+        """Remove a callback or, given a class, its first instance.
+
+        Examples:
+            >>> trainer.remove_callback(PrinterCallback)
+        """
         self.callback_handler.remove_callback(callback)
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print ``metrics`` as a table, on rank zero."""
+        """Print ``metrics`` as a table, on rank zero.
+
+        Examples:
+            >>> trainer.log_metrics("eval", {"eval_accuracy": 0.9})
+            ***** eval metrics *****
+              eval_accuracy = 0.9
+        """
         if self.is_world_process_zero():
             print(metrics_table(split, self.metrics_format(metrics)), flush=True)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Format ``metrics`` for display."""
+        """Format ``metrics`` for display.
+
+        Examples:
+            >>> trainer.metrics_format({"train_runtime": 61.0})
+            {'train_runtime': '0:01:01.00'}
+        """
         return metrics_format(metrics)
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write ``metrics`` to ``<split>_results.json`` and, if ``combined``, add them to ``all_results.json``, on rank zero."""
+        """Write ``metrics`` to ``<split>_results.json`` and, if ``combined``, add them to ``all_results.json``, on rank zero.
+
+        Examples:
+            >>> trainer.save_metrics("eval", {"eval_accuracy": 0.9})
+        """
         if self.is_world_process_zero():
             write_metrics(self._session.output_dir(self.args), split, metrics, combined=combined)
 
     # ---- files and search --------------------------------------------------------------------------------------------
 
     def save_state(self) -> None:
-        """Write the Trainer's state to ``trainer_state.json`` in the output directory."""
+        """Write the Trainer's state to ``trainer_state.json`` in the output directory.
+
+        Examples:
+            >>> trainer.save_state()
+        """
         if self.args.should_save:
             self.state.save_to_json(self._session.output_dir(self.args) / STATE_FILE)
 
@@ -405,6 +452,12 @@ class Trainer(TrainerMethods):
         Raises:
             UsageError: the Trainer has no ``model_init``.
             MissingExtraError: optuna is not installed.
+
+        Examples:
+            >>> best = trainer.hyperparameter_search(  # doctest: +SKIP
+            ...     hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True)},
+            ...     n_trials=10,
+            ... )
         """
         return search(
             self,
@@ -419,7 +472,11 @@ class Trainer(TrainerMethods):
         )
 
     def end(self) -> None:
-        """Close the trackers and the process group at the end of the program. Collective: call on every rank."""
+        """Close the trackers and the process group at the end of the program. Collective: call on every rank.
+
+        Examples:
+            >>> trainer.end()
+        """
         self.accelerator.end_training()
 
     # ---- for scripts and subclasses ----------------------------------------------------------------------------------

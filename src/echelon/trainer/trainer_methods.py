@@ -755,6 +755,9 @@ class TrainerMethods:
         """Write the weights, the tokenizer and the arguments to ``output_dir``; any rank's next line may read them.
 
         Collective: call on every rank, or on rank zero alone if each rank has the whole model.
+
+        Examples:
+            >>> trainer.save_model("trained")
         """
         folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
         accelerator, args = self.accelerator, self.args
@@ -889,6 +892,9 @@ class TrainerMethods:
 
         Raises:
             MissingExtraError: huggingface_hub is not installed.
+
+        Examples:
+            >>> trainer.push_to_hub("a better model")  # doctest: +SKIP
         """
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
@@ -925,7 +931,11 @@ class TrainerMethods:
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """Write README.md with metadata, results, settings and versions, on rank zero."""
+        """Write README.md with metadata, results, settings and versions, on rank zero.
+
+        Examples:
+            >>> trainer.create_model_card(language="en", tags="regression")
+        """
         if self.is_world_process_zero():
             metadata = {"language": language, "license": license, "base_model": finetuned_from, "tags": tags}
             metadata |= {"datasets": dataset_tags, "pipeline_tag": tasks, "dataset_args": dataset_args}
@@ -951,7 +961,11 @@ class TrainerMethods:
     # ---- logs, and what libraries read -------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the epoch to ``logs``, append them to the history, and notify the callbacks."""
+        """Add the epoch to ``logs``, append them to the history, and notify the callbacks.
+
+        Examples:
+            >>> trainer.log({"accuracy": 0.9})
+        """
         state = self.state
         if state.epoch is not None:
             logs["epoch"] = state.epoch

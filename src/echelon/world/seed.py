@@ -19,6 +19,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific: add the rank to the seed, so that dropout and augmentation differ between ranks. Use it only
             after the model is built, because initial weights must be the same on all ranks.
         deterministic: also enable torch's deterministic algorithms (slower; an operation without one raises an error).
+
+    Examples:
+        >>> set_seed(42)
     """
     if device_specific:
         seed += known_rank() or 0

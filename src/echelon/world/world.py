@@ -71,6 +71,10 @@ class World:
 
         Args:
             cpu: use the CPU even if accelerators are available.
+
+        Examples:
+            >>> World.current(cpu=True).device
+            device(type='cpu')
         """
         environment = detect()
         if not dist.is_initialized():

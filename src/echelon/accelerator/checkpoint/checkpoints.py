@@ -112,6 +112,10 @@ class Checkpoints:
 
         Raises:
             UsageError: an object lacks ``state_dict`` or ``load_state_dict``, or its state is not plain data.
+
+        Examples:
+            >>> average = torch.optim.swa_utils.AveragedModel(accelerator.unwrap_model(model))
+            >>> accelerator.register_for_checkpointing(average)
         """
         invalid = [f"{i} ({type(o).__name__})" for i, o in enumerate(objects) if not isinstance(o, SupportsStateDict)]
         if invalid:
@@ -130,6 +134,12 @@ class Checkpoints:
         Entries that the hook removes from ``weights`` are not written; files that the hook writes into ``output_dir``
         become part of the checkpoint. The folder has a temporary name while it is written. Call ``remove()`` on the
         returned handle to remove the hook.
+
+        Examples:
+            >>> def write_tokenizer(models, weights, output_dir):
+            ...     tokenizer.save_pretrained(output_dir)
+            >>> handle = accelerator.register_save_state_pre_hook(write_tokenizer)
+            >>> handle.remove()
         """
         return _add_hook(self._save_hooks, hook)
 
@@ -138,6 +148,10 @@ class Checkpoints:
 
         Entries that the hook removes from ``models`` are not loaded. Call ``remove()`` on the returned handle to remove
         the hook.
+
+        Examples:
+            >>> handle = accelerator.register_load_state_pre_hook(lambda models, input_dir: print(input_dir))
+            >>> handle.remove()
         """
         return _add_hook(self._load_hooks, hook)
 
@@ -176,6 +190,9 @@ class Checkpoints:
                 an argument is unknown.
             CheckpointError: a state contains something that cannot be loaded without running code.
             DesyncError: some ranks failed; the message names them.
+
+        Examples:
+            >>> folder = accelerator.save_state("checkpoint")
         """
         session = self._session
         if self._is_left_to_rank_zero("save_state()"):
@@ -367,6 +384,10 @@ class Checkpoints:
             CheckpointError: a file is missing, is damaged, contains code, or belongs to another model; or the
                 checkpoint was saved in the middle of an epoch over different data.
             DesyncError: some ranks failed; the message names them.
+
+        Examples:
+            >>> folder = accelerator.save_state("checkpoint")
+            >>> accelerator.load_state("checkpoint")
         """
         monitored_barrier("load_state()")
         options = {"allow_missing": allow_missing, "allow_changed_data": allow_changed_data, **load_model_func_kwargs}
@@ -467,6 +488,10 @@ class Checkpoints:
             CheckpointError: no checkpoint is complete; the checkpoint belongs to another model; or (with
                 ``parity="off"``) it was saved in the middle of an epoch on a different number of processes.
             DesyncError: some ranks failed; the message names them.
+
+        Examples:
+            >>> if accelerator.resume():
+            ...     accelerator.print(f"continuing at step {accelerator.progress.step}")
         """
         monitored_barrier("resume()")
         preemption = self._session.preemption
@@ -591,6 +616,9 @@ class Checkpoints:
             safe_serialization: use the safetensors format; False: use ``torch.save``.
 
         Collective: call on every rank. If the engine does not shard the state, rank zero may call it alone.
+
+        Examples:
+            >>> accelerator.save_model(model, "exported", max_shard_size="5GB")
         """
         if self._is_left_to_rank_zero("save_model()"):
             with alone():

@@ -73,6 +73,11 @@ def load_checkpoint_and_dispatch(
         strict: see ``load_checkpoint_in_model``, which also describes the other arguments.
 
     Collective: call on every rank if parameters are sharded.
+
+    Examples:
+        >>> with init_empty_weights():
+        ...     model = torch.nn.Linear(4, 2)
+        >>> model = load_checkpoint_and_dispatch(model, "model.safetensors", device_map="auto")  # doctest: +SKIP
     """
     if device_map is None:
         _refuse(
@@ -175,6 +180,9 @@ def load_checkpoint_in_model(
         CheckpointError: the weights are missing or damaged, or belong to another model: shapes or kinds of dtypes
             differ, tied parameters have different values, or a tensor on the meta device has no value.
         DesyncError: some ranks failed; the message names them.
+
+    Examples:
+        >>> load_checkpoint_in_model(model, "model.safetensors", device_map={"": "cpu"})  # doctest: +SKIP
     """
     by_map = {
         "offload_folder": offload_folder,

@@ -45,6 +45,9 @@ def prepare_pippy(
 
     Raises:
         ConfigError: there is no rule for the model's stages, or ``split_points`` does not name beginnings of stages in their order.
+
+    Examples:
+        >>> model = prepare_pippy(model, split_points=["layers.6"], example_args=(x,))  # doctest: +SKIP
     """
     state: Any = PartialState()
     if state.num_processes == 1:

@@ -105,6 +105,10 @@ def unwrap_model(
         model: prepared or not.
         keep_fp32_wrapper: keep the mixed-precision forward. False: restore the model's own forward.
         keep_torch_compile: keep a compiled module compiled.
+
+    Examples:
+        >>> accelerator.unwrap_model(model)
+        Linear(in_features=4, out_features=2, bias=True)
     """
     objects = session.objects
     inner: nn.Module = without_wrappers(session.engine.unwrap(objects.engine_model(model)))
@@ -127,6 +131,10 @@ def get_state_dict(session: Session, model: nn.Module, unwrap: bool = True) -> d
     If parameters are sharded, rank zero receives the state dict in host memory, and the other ranks receive None.
 
     Collective: call on every rank if parameters are sharded.
+
+    Examples:
+        >>> weights = accelerator.get_state_dict(model)
+        >>> accelerator.save(weights, "model.safetensors", safe_serialization=True)
     """
     if not unwrap:
         return model.state_dict()

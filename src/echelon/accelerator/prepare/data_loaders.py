@@ -27,6 +27,10 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     Args:
         dataloader: a loader, prepared (``num_batches`` then counts this rank's batches) or not. It is not changed.
         num_batches: number of batches to skip.
+
+    Examples:
+        >>> for x, y in skip_first_batches(loader, num_batches=2):
+        ...     prediction = model(x)
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)

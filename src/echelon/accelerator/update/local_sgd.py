@@ -72,7 +72,16 @@ class LocalSGD:
             local.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Count one optimizer step; every ``local_sgd_steps`` steps, average the parameters (collective)."""
+        """Count one optimizer step; every ``local_sgd_steps`` steps, average the parameters (collective).
+
+        Examples:
+            >>> with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+            ...     for x, y in loader:
+            ...         accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            ...         local_sgd.step()
+        """
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

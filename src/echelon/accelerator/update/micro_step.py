@@ -85,6 +85,13 @@ def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
     the Accelerator that prepared ``model``. For an unprepared model, the context does nothing.
 
     Collective: run the backward pass inside it on every rank.
+
+    Examples:
+        >>> with accelerator.no_sync(model):
+        ...     first, second = model(x).mean(), model(x).mean()
+        >>> accelerator.backward(first)
+        >>> with accelerator.trigger_sync_in_backward(model):
+        ...     accelerator.backward(second)
     """
     for accelerator in living_accelerators():
         session: Session = accelerator.session
@@ -109,6 +116,13 @@ def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: boo
 
     Raises:
             UsageError: one of ``joinables`` was not prepared (checked on several processes).
+
+    Examples:
+        >>> with accelerator.join_uneven_inputs([model], even_batches=False):
+        ...     for x, y in loader:
+        ...         accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
     """
     objects, reading = session.objects, session.gradient_state.reading
     prepared = [*objects.models, *objects.optimizers, *(optimizer.optimizer for optimizer in objects.optimizers)]

@@ -240,6 +240,10 @@ class UpdatePolicy:
 
         Raises:
             UsageError: the run is not in an exact mode, or no loss has been recorded yet.
+
+        Examples:
+            >>> accelerator = Accelerator(parity="exact")  # doctest: +SKIP
+            >>> accelerator.log({"loss": accelerator.update_loss()}, step=10)  # doctest: +SKIP
         """
         if self.driver is None:
             raise UsageError(
@@ -260,6 +264,11 @@ class UpdatePolicy:
 
         In the exact modes, gradients are unscaled only in an update's last micro-step, because later gradients are
         scaled, too.
+
+        Examples:
+            >>> accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            >>> accelerator.unscale_gradients()
+            >>> largest = max(parameter.grad.abs().max() for parameter in model.parameters())
         """
         if self.scaler is None or self.is_unfinished:
             return

@@ -133,6 +133,9 @@ def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator 
 
     Raises:
         UsageError: a type is unknown, the accelerator is unavailable, or ``generator`` is missing.
+
+    Examples:
+        >>> synchronize_rng_states(["torch"])
     """
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)

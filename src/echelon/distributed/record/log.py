@@ -19,6 +19,9 @@ def log(values: Mapping[str, Any], step: int | None = None) -> None:
     Args:
         values: numbers, or tensors with one element, by name; anything else is ignored.
         step: the optimizer step that they belong to (default: the last one).
+
+    Examples:
+        >>> log({"loss": loss, "learning rate": 0.1}, step=10)
     """
     recorder = recorder_of_process()
     if recorder is not None:

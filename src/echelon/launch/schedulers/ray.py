@@ -50,6 +50,9 @@ def run(
         MissingExtraError: Ray is not installed.
         UsageError: the number of workers was given twice or not at all.
         LaunchError: a worker failed; the message gives its rank and exception.
+
+    Examples:
+        >>> result = echelon.ray.run(train, num_workers=2, use_gpu=True)  # doctest: +SKIP
     """
     train = require("ray.train", extra="ray", purpose="echelon.ray.run")
     ray_torch = require("ray.train.torch", extra="ray", purpose="echelon.ray.run")

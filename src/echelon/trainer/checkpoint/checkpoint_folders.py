@@ -59,7 +59,11 @@ def checkpoint_format(args: TrainingArguments) -> str:
 
 
 def get_last_checkpoint(folder: str | Path) -> str | None:
-    """Return the newest valid checkpoint-N in ``folder``, or None; log every checkpoint that is skipped."""
+    """Return the newest valid checkpoint-N in ``folder``, or None; log every checkpoint that is skipped.
+
+    Examples:
+        >>> folder = get_last_checkpoint("out")  # None if there is none
+    """
     for path in reversed(numbered(Path(folder), prefix=PREFIX)):
         problems = problems_in(path)
         if not problems:

@@ -37,6 +37,11 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
         UsageError: ``return_tensors`` is neither.
 
     Source: the transformers function of the same name.
+
+    Examples:
+        >>> default_data_collator([{"x": [1, 2], "label": 0}, {"x": [3, 4], "label": 1}])
+        {'labels': tensor([0, 1]), 'x': tensor([[1, 2],
+                [3, 4]])}
     """
     if return_tensors not in ("pt", "np"):
         raise UsageError(

@@ -98,6 +98,9 @@ class Seq2SeqTrainer(Trainer):
         """Evaluate; ``gen_kwargs`` are passed to ``generate`` (max_length, num_beams, ...).
 
         Collective: call on every rank.
+
+        Examples:
+            >>> metrics = trainer.evaluate(max_length=64, num_beams=4)  # doctest: +SKIP
         """
         self._gen_kwargs = self._generation(gen_kwargs)
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
@@ -112,6 +115,9 @@ class Seq2SeqTrainer(Trainer):
         """Predict; ``gen_kwargs`` are passed to ``generate``.
 
         Collective: call on every rank.
+
+        Examples:
+            >>> output = trainer.predict(dataset, max_length=64)  # doctest: +SKIP
         """
         self._gen_kwargs = self._generation(gen_kwargs)
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)

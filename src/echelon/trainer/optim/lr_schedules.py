@@ -33,6 +33,9 @@ def get_scheduler(
 
     Raises:
         ConfigError: a name or argument is unknown, or ``num_training_steps`` is missing.
+
+    Examples:
+        >>> scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=10, num_training_steps=100)
     """
     kind = choose(SchedulerType, name, setting="lr_scheduler_type")
     more = dict(scheduler_specific_kwargs or {})
