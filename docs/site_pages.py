@@ -1,7 +1,7 @@
 """Write the pages of the documentation site to build/docs, and its navigation: a hook of mkdocs.yml, and a program.
 
 The repository's Markdown is written for its own readers, so links between files, the titles of code blocks and nested lists are
-adapted. The home page, the benchmarks, the examples and the API reference are generated. Does not import echelon or torch.
+adapted. The benchmarks, the examples and the API reference are generated. Does not import echelon or torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import posixpath
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,6 @@ TARGET = ROOT / "build" / "docs"
 
 # Pages from files outside docs/.
 OUTSIDE = {
-    "README.md": "index.md",
-    "README.zh.md": "index.zh.md",
     "examples/README.md": "examples/index.md",
     "examples/README.zh.md": "examples/index.zh.md",
     "benchmarks/RESULTS.md": "benchmarks.md",
@@ -32,12 +31,14 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
+# The home page; links to the README lead to it, too.
+HOME = {"docs/home.md": "index.md", "docs/home.zh.md": "index.zh.md"}
+README = {"README.md": "index.md", "README.zh.md": "index.zh.md"}
 
 # The navigation. "folder/*" stands for the pages of a folder, those named before them in any list first. A page that does not
 # exist yet is left out; a page that nobody names is an error of the strict build.
 NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
-    ("Home", ["index.md"]),
-    ("Start", ["levels.md", "guarantees.md", "install.md", "tour.md", "report.md", "tracking.md", "faq.md", ("Examples", ["examples/index.md", "examples/*"])]),
+    ("Start", ["index.md", "levels.md", "guarantees.md", "install.md", "tour.md", "report.md", "tracking.md", "faq.md", ("Examples", ["examples/index.md", "examples/*"])]),
     (
         "Guides",
         [
@@ -72,7 +73,7 @@ NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
 ]  # fmt: skip
 
 # The only pages of their tabs: their wide tables have the place of the navigation.
-_ALONE = ("index", "benchmarks", "architecture")
+_ALONE = ("benchmarks", "architecture")
 
 # The API reference: page -> title, introduction, and public names. `missing_names` finds a public name that is on no page.
 API: dict[str, tuple[str, str, list[str]]] = {
@@ -182,6 +183,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^(\s*)(`{3,})(\w*)[ \t]*(.*)$")
 _ITEM = re.compile(r"^( *)([-*]|\d+\.)( +)(?=\S)")
 _FILE_NAME = re.compile(r"[\w./-]+\.md")
+_TABS = re.compile(r"<!-- tabs: ([\w.]+) -->\n")
 _LANGUAGE_LINK = re.compile(r"^\[(中文|English)\]\([\w./-]+\)\n+", re.MULTILINE)
 _MARK_OF_A_TEST = re.compile(
     r"^ *<!-- (?:not run|run by|run on|not parsed): .*?-->\n", re.MULTILINE | re.DOTALL
@@ -212,14 +214,22 @@ def stage(target: Path = TARGET) -> None:
 
 def pages() -> Iterator[tuple[str, bytes]]:
     """Yield the pages, by their paths in the site."""
-    sources = {path.relative_to(ROOT).as_posix(): path.relative_to(DOCS).as_posix() for path in documents()} | OUTSIDE
+    sources = (
+        {path.relative_to(ROOT).as_posix(): path.relative_to(DOCS).as_posix() for path in documents()} | OUTSIDE | HOME
+    )
     sources |= {f"examples/{name}": f"examples/{Path(name).stem}.md" for name in examples()}
     url = repository_url()
     for source, name in sources.items():
         text = example_page(source) if source.endswith(".py") else (ROOT / source).read_text(encoding="utf-8")
-        text = adapted(text, source, name, sources, url)
+        text = adapted(_TABS.sub(level_tabs, text), source, name, sources | README, url)
         if source == "benchmarks/RESULTS.md":
             text = with_figures(text)
+        text = re.sub(
+            r"^(!\[.*\]\()report\.png\)$",
+            r"\1report.png#only-light)\n\1report-dark.png#only-dark)",
+            text,
+            flags=re.MULTILINE,
+        )
         if name.removesuffix(".md").removesuffix(".zh") in _ALONE:
             text = f"---\nhide: [navigation]\n---\n\n{text}"
         yield name, text.encode()
@@ -328,6 +338,16 @@ def _name_of_page(file_name: str, source: str, *, is_chinese: bool, is_short: bo
         return re.sub(r"(\.zh)?\.md$", "", posixpath.basename(file_name)).replace("_", " ")
     title = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return file_name if title is None else re.split(": |\uff1a", title[1])[0]
+
+
+def level_tabs(match: re.Match[str]) -> str:
+    """Return the programs of a page, such as levels.md, in tabs with the headings above them."""
+    text = (DOCS / match[1]).read_text(encoding="utf-8")
+    found = re.findall(r"(?ms)^## ([^\n]+)$(?:(?!^## ).)*?^```python (level\d\.py)\n(.*?)^```$", text)
+    return "\n".join(
+        f'=== "{title.replace("`", "")}"\n\n    ```python {name}\n{textwrap.indent(code, " " * 4)}    ```\n'
+        for title, name, code in found
+    )
 
 
 def examples() -> list[str]:
@@ -529,6 +549,12 @@ def on_config(config: Any) -> Any:
         for known in ("_primary_url_map", "_secondary_url_map", "_title_map", "_breadcrumbs_map", "_abs_url_map"):
             getattr(autorefs, known).clear()
     return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> None:
+    """Leave the English pages of the Chinese site out of the search, which has them once already (mkdocs calls this)."""
+    if page.file.dest_uri.startswith("zh/") and not page.file.src_uri.endswith(".zh.md"):
+        page.meta["search"] = {"exclude": True}
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
