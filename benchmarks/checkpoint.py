@@ -195,7 +195,7 @@ def section(times: Times, tensors: dict[str, torch.Tensor], turns: int) -> str:
             "|---|---:|---:|---:|",
             *rows,
             "",
-            f"- checksums add {checksums:+.1%} to a save (middle half of the pairs: {low:+.1%} to {high:+.1%}; target: at most 5 %, "
+            f"- checksums lengthen a save by {100 * checksums:.1f} % (middle half of the pairs: {100 * low:+.1f} % to {100 * high:+.1f} %; target: at most 5 %, "
             f"{'met' if checksums <= 0.05 else 'missed'})",
             f"- a background save blocks for {blocked:.2f} times the duration of a copy in memory (target: 1.2, "
             f"{'met' if blocked <= 1.2 else 'missed'}), the first one for "

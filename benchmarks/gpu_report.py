@@ -55,7 +55,7 @@ def section(file: Path) -> str:
 
 def _introduction(facts: Mapping[str, Line]) -> str:
     sentences = [
-        "Everything here ran on one device, within one limit of time; docs/gpu_day.md says what each part does."
+        "Everything here ran on one device within one time limit; [docs/gpu_day.md](../docs/gpu_day.md) describes each part."
     ]
     if "bf16 product" in facts and "copy" in facts:
         product, copy = facts["bf16 product"], facts["copy"]

@@ -481,7 +481,7 @@ def section(results: Sequence[Result], *, report: tuple[float, float | None, flo
 One real coordinator in a process of its own, and simulated nodes, all in one other process, that speak the launchers' protocol with it over
 loopback; each has {RANKS_PER_NODE} ranks, and the coordinator reads their status boards as in training. One rank fails, and all others lose contact;
 "verdict" is when the report has arrived on the machine of that rank, and the CPU time beside it is the coordinator's. Both processes share
-the cores of this machine with what else runs there (the load is below), so that seconds are upper limits.
+the cores of this machine with other programs (the load is below), so the seconds are upper limits.
 
 | machines | ranks | join, s | CPU while quiet | memory, MB | threads | verdict, s | CPU for it, s | restart, s |
 |---:|---:|---:|---:|---:|---:|---:|---:|---:|

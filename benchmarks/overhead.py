@@ -310,9 +310,9 @@ def ratios(found: dict[str, list[float]]) -> str:
         )
         added = undisturbed(found[ours]) - undisturbed(found[base])
         lines.append(
-            f"- {ours} adds {added:.0f} us (target: {limit_us}, {'met' if added <= limit_us else 'missed'}), {ratio:.2f} times as "
-            f"much as {theirs}, to the {base} (target: {limit}, {'met' if ratio <= limit else 'missed'}; 95 % of "
-            f"resampled measurements: {again[5]:.2f} - {again[-6]:.2f})"
+            f"- {ours} adds {added:.0f} us to the {base} (target: {limit_us} us, {'met' if added <= limit_us else 'missed'}), "
+            f"which is {ratio:.2f} times the overhead of {theirs} (target: {limit}, {'met' if ratio <= limit else 'missed'}; "
+            f"95 % of resampled measurements: {again[5]:.2f} - {again[-6]:.2f})"
         )
     return "\n".join(lines)
 
@@ -326,8 +326,8 @@ def report(found: dict[str, list[float]], *, rounds: int) -> str:
 
 A 16-32-4 MLP, batches of {BATCH}, AdamW, a scheduler; one process per variant, one thread, all on one processor.
 The values are microseconds of CPU time per step (without waiting for a busy machine), of {rounds} rounds. In each round
-every variant makes {SETTLING} unmeasured and {STEPS} measured steps. "Adds" is the difference of the times that the fastest twentieth
-of the updates does not exceed ("fast"), because disturbances only increase the time. echelon runs with its defaults: it records each
+every variant makes {SETTLING} unmeasured and {STEPS} measured steps. "Fast" is the time that the fastest twentieth of the updates does not exceed, and
+"adds" is the difference between two such times: disturbances only lengthen a step, so the fast ones are least disturbed. echelon runs with its defaults: it records each
 step, which its peers do not, except in the rows "recording off" (`ECHELON_NO_RECORD=1`). The Trainers clip gradients by default, so they are listed with and without clipping;
 transformers computes the norm in both cases. Accumulating loops update once every {ACCUMULATION} steps.
 

@@ -190,7 +190,7 @@ def section(sizes: Sequence[int], num_tensors: int) -> str:
             "",
             f"{num_tensors} tiny tensors, simulated ranks, each save over the one before. CPU in seconds (later: the slowest of three "
             "saves), messages received and kept plan in MB.",
-            f"Rank zero's plan of the first save takes the most memory; the whole program had {peak:.1f} GB, including what it simulates.",
+            f"Rank zero's plan of the first save takes the most memory; the whole program, with all simulated ranks, took {peak:.1f} GB.",
             "",
             "| tensors | ranks | | first save, CPU | received | later save, CPU | received | kept | reading the manifest, CPU |",
             "|---|---:|---|---:|---:|---:|---:|---:|---:|",

@@ -169,7 +169,7 @@ def _table(rows: list[tuple[Any, ...]]) -> str:
     lines += [
         "",
         f"- a recorded step takes at most {TARGET:g} times the time of an unrecorded one in {len(met)} of {len(rows)} rows (target: all)",
-        "- without `echelon verify`, nothing of this runs: no module of `echelon.verify` is imported",
+        "- without `echelon verify`, none of this runs, because no module of `echelon.verify` is imported",
         "",
         footer("verify_cost.py"),
     ]

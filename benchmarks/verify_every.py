@@ -127,7 +127,8 @@ def _table(rows: list[tuple[Any, ...]], arguments: argparse.Namespace, counting:
         "",
         "A training step with backward pass, clipping and AdamW, on the CPU (gloo), one thread per rank; CPU time of rank 0, medians over "
         f"{arguments.turns} turns of {EVERY} steps (of the smallest model, 4 times as many).",
-        '"A check" is what the four steps that it touches take longer (it prepares, observes, compares, and leaves other data in the caches).',
+        '"A check" is the time by which a check lengthens the four steps that it touches: it prepares, observes and compares, and the next step finds',
+        "its data no longer in the caches.",
         "",
         "| model | ranks | us per step | between checks | a check, us | in steps | a check at N = 1,000 |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -144,9 +145,9 @@ def _table(rows: list[tuple[Any, ...]], arguments: argparse.Namespace, counting:
         "",
         f"- a check costs at most two steps ({100 * TARGET:g} % at N = 1,000) in {met} of {len(rows)} rows (target: all, {reached})",
         f"- between checks, a step counts its backward pass, which takes {counting:.1f} us",
-        "- what a check of the smallest model takes does not depend on its number of elements: some hundred calls of small torch operations and",
-        "  the Python around them, of which the optimizer's repeated step is about a fifth, hooks and sketches of local gradients a fifth, sketches",
-        "  of the reduced and the clipped gradient a quarter, and the comparison a sixth",
+        "- the time of a check of the smallest model does not depend on the number of its elements: it goes into some hundred calls of small torch",
+        "  operations and the Python around them. Repeating the optimizer's step takes about a fifth, hooks and summaries of local gradients a fifth,",
+        "  summaries of the reduced and the clipped gradient a quarter, and the comparison a sixth",
         "",
         footer(f"verify_every.py --turns {arguments.turns} --models {arguments.models}"),
     ]

@@ -475,7 +475,7 @@ def figures() -> dict[str, bytes]:
 
 
 def with_figures(text: str) -> str:
-    """Put each plot behind the first table of its section."""
+    """Put each plot above the first table of its section."""
     draw = _beside("draw_benchmarks")
     parts = re.split(r"(?m)^(?=## )", text)
     for number, part in enumerate(parts):
@@ -484,7 +484,7 @@ def with_figures(text: str) -> str:
             title = part.partition("\n")[0].removeprefix("## ")
             image = f"![Plot: {title}](figures/{name}-light.svg#only-light)\n![Plot: {title}](figures/{name}-dark.svg#only-dark)\n"
             parts[number] = re.sub(
-                r"((?:^\|.*\n)+)", lambda match, image=image: f"{match[1]}\n{image}", part, count=1, flags=re.MULTILINE
+                r"((?:^\|.*\n)+)", lambda match, image=image: f"{image}\n{match[1]}", part, count=1, flags=re.MULTILINE
             )
     return "".join(parts)
 
