@@ -115,7 +115,7 @@ class Simulation:
 
     def _initial(self) -> Rank:
         s = self.setting
-        generator = torch.Generator().manual_seed(s.seed + (8 if s.fault == "other initial weights" else 1))
+        generator = torch.Generator().manual_seed(s.seed + (8 if s.fault == "different initial weights" else 1))
         w = s.width
         shapes = {"embedding.weight": (16, w), "norm.weight": (w,), "first.weight": (2 * w, w), "first.bias": (2 * w,)}
         shapes |= {"second.weight": (w, 2 * w), "unused.weight": (w, w), "third.bias": (1,)}

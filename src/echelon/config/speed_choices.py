@@ -14,7 +14,7 @@ class SpeedChoice:
 
     name: str
     mode: Literal["safe", "max"]
-    """``safe``: bit-equal to the plain loop. ``max``: the same mathematics with other rounding; includes ``safe``."""
+    """``safe``: bit-equal to the plain loop. ``max``: the same mathematics with different rounding; includes ``safe``."""
     applies: str
     effect: str
     """Measured by benchmarks/speed.py."""

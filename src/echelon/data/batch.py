@@ -41,7 +41,7 @@ def require_rows_per_sample(batch: Any, num_samples: int | None, *, is_default_c
         is_default_collate: whether ``default_collate`` made the batch, so that a list of lists holds columns.
 
     Raises:
-        UsageError: a column has another number of rows, or a list of lists may hold either columns or samples.
+        UsageError: a column has a different number of rows, or a list of lists may hold either columns or samples.
     """
     columns = list(_columns(batch, "batch"))
     wanted = agreed_num_samples(batch) if num_samples is None else num_samples

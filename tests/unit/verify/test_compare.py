@@ -51,13 +51,13 @@ class Fault:
 
 # What the planted faults of ``tests/mutants`` do not show, and one fault of each stage or two that is found quickly.
 FAULTS = [
-    Fault("other initial weights", "initial weights", "other initial weights", update=-1),
+    Fault("different initial weights", "initial weights", "different initial weights", update=-1),
     Fault("same samples", "data", "same samples on every rank"),
     Fault("shifted by a micro-batch", "data", "shifted by samples"),
     Fault("sharded twice", "data", "sharded twice", setting={"num_samples": 256}),
     Fault("left out", "data", "samples left out"),
-    Fault("augmented", "data", "other contents", update=0),
-    Fault("ends early", "data", "other number of updates", update=3),
+    Fault("augmented", "data", "different contents", update=0),
+    Fault("ends early", "data", "different number of updates", update=3),
     Fault("equal generators", "rng", "same dropout masks on every rank"),
     Fault("one wrong row", "forward", "", tensor="0:first"),
     Fault("evaluation mode", "forward", "", tensor="0:"),
@@ -82,9 +82,9 @@ FAULTS = [
     Fault("drift", "optimizer", "ranks step apart", tensor="0:first.weight"),
     Fault("old gradients", "optimizer", "step with old gradients", setting={"optimizer": "sgd"}),
     Fault("stale buffers", "buffers", "stale buffers", tensor="0:norm.running_mean"),
-    Fault("saved too early", "save", "other state saved"),
+    Fault("saved too early", "save", "wrong state saved"),
     Fault("shard not saved", "save", "state missing from the checkpoint", setting={"is_sharded": True}),
-    Fault("older state", "load", "state of another update", is_resumed=True),
+    Fault("older state", "load", "state of a different update", is_resumed=True),
 ]
 
 
@@ -118,7 +118,7 @@ def _finding(fault: Fault) -> Finding:
 
 # One fault of each stage or two in the ordinary run, all in the long one.
 OFTEN = (
-    "other initial weights", "same samples", "equal generators", "one wrong row", "averaged per rank", "not divided", "backward scaled",
+    "different initial weights", "same samples", "equal generators", "one wrong row", "averaged per rank", "not divided", "backward scaled",
     "not reduced", "reduced in bfloat16", "norm of a shard", "scheduler steps W times", "drift", "stale buffers", "older state",
 )  # fmt: skip
 

@@ -148,7 +148,7 @@ class RoutingGaps:
                 _(
                     "two experts' scores of a token in {name} differ by {smallest:.1e} of the largest score. Below "
                     "{limit:.1e}, rounding errors decide which expert is chosen, so this run may differ from one on "
-                    "another number of processes. Use a wider dtype for the router, or compare the runs by their "
+                    "a different number of processes. Use a wider dtype for the router, or compare the runs by their "
                     "losses.",
                     name=name,
                     smallest=float(self._smallest),

@@ -126,7 +126,7 @@ def adopt_split_layers(model: nn.Module, options: TensorParallelOptions | None, 
     if options.num_chunks is not None:
         raise ConfigError(
             f"{min(split)} was split while the model was loaded, and the model's own forward pass computes a rank's part at once, which "
-            "rounds differently on another number of ranks",
+            "rounds differently if the number of ranks changes",
             where="prepare(), parity='bitwise'",
             do="load the model without tp_plan (echelon splits it by the same plan), or use parity='exact'",
         )

@@ -88,14 +88,14 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
             "call torch.manual_seed(seed) with the same seed on every rank before the model is built, or wrap the model with "
             "DistributedDataParallel(model) or accelerator.prepare(model), which send the weights of rank 0 to all ranks",
         ),
-        "other initial weights": _one(
+        "different initial weights": _one(
             "all ranks start from equal weights, but not from those of one process",
             "call torch.manual_seed(seed) directly before the model is built, with a seed that does not depend on the rank, and load "
             "pretrained weights before the model is wrapped",
         ),
         "tied weights": _one("modules that should share one parameter have copies of their own", _TIE),
-        "other parameters": _one(
-            "the model has other parameters than on one process",
+        "different parameters": _one(
+            "the model has different parameters than on one process",
             "build the same model on any number of processes: no layer may depend on the rank or on the number of processes",
         ),
         # data
@@ -122,8 +122,8 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
             "shard once: pass accelerator.prepare() a loader without DistributedSampler, or keep the DistributedSampler and do not prepare "
             "the loader",
         ),
-        "other accumulation window": _one(
-            "an update consists of another number of micro-steps (backward passes) than on one process",
+        "different accumulation window": _one(
+            "an update consists of a different number of micro-steps (backward passes) than on one process",
             "step on every rank at the same batches, and after the last batch of an epoch: `if (i + 1) % "
             "accumulation_steps == 0 or i + 1 == len(loader): optimizer.step()`",
         ),
@@ -141,18 +141,18 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
             "let all ranks shuffle with the same seed and then take different parts: DistributedSampler(dataset, seed=seed) with "
             "sampler.set_epoch(epoch) on every rank, or accelerator.prepare(loader) on a dataset that is the same on every rank",
         ),
-        "other contents": _one(
+        "different contents": _one(
             "the samples have contents that do not occur on one process, for example by random augmentation",
             "in the dataset's __getitem__(i), draw random numbers from a generator that is seeded with seed + i, or switch the augmentation off "
             "to verify the rest",
         ),
-        "other order": _one(
-            "the samples are those of the dataset, in another order than on one process",
+        "different order": _one(
+            "the samples are those of the dataset, in a different order than on one process",
             "use the same sampler and the same seed on any number of processes (DistributedSampler on one process, too), and do not cut or "
             "shuffle the dataset by hand on each rank",
         ),
-        "other number of updates": _one(
-            "training ends after another number of updates than on one process",
+        "different number of updates": _one(
+            "training ends after a different number of updates than on one process",
             "compare len(loader), drop_last= and the number of skipped batches on one process and on several",
         ),
         # rng
@@ -306,10 +306,10 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
         "clipped by other means": _one(
             "the gradients are clipped by code that torch's clipping functions do not match", _CLIP_SHARDS
         ),
-        "clipped another number of times": _one(
+        "clipped a different number of times": _one(
             "clipping functions are called more or less often than on one process", _CLIP
         ),
-        "other clipping threshold": _one(
+        "different clipping threshold": _one(
             "max_norm is not that of one process",
             "pass the same max_norm on any number of processes; do not multiply it by the number of ranks or micro-steps",
         ),
@@ -317,7 +317,7 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
             "gradients are clipped while they are still multiplied by the loss scale",
             "call scaler.unscale_(optimizer) before clip_grad_norm_(), or use accelerator.clip_grad_norm_(model.parameters(), max_norm)",
         ),
-        "norm of other tensors": _one(
+        "norm of the wrong tensors": _one(
             "the clipping norm is not that of the whole gradient",
             "clip all parameters of the model in one call, after the gradients are averaged: "
             "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
@@ -345,19 +345,21 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
             "the schedule of the learning rate is some updates behind",
             f"{_SCHEDULER_STEP}; when a run resumes, restore it with scheduler.load_state_dict(...)",
         ),
-        "other schedule": _one(
-            "the learning rates follow another schedule than on one process",
+        "different schedule": _one(
+            "the learning rates follow a different schedule than on one process",
             f"{_SCHEDULER_STEP}, build it with the same arguments on any number of processes, and restore it when a run resumes",
         ),
-        "other optimizer settings": _one("the optimizer has other settings than on one process", _SAME_OPTIMIZER),
+        "different optimizer settings": _one(
+            "the optimizer has different settings than on one process", _SAME_OPTIMIZER
+        ),
         # optimizer
         "step skipped": _one(
             "a loss scaler skips the step on some ranks only",
             "skip the step on all ranks if one of them has infinite gradients: use the GradScaler of the Accelerator, or all_reduce the "
             "scaler's found_inf over the ranks before the step",
         ),
-        "stepped another number of times": _one(
-            "the optimizer makes another number of steps than on one process, or on some ranks only",
+        "stepped a different number of times": _one(
+            "the optimizer makes a different number of steps than on one process, or on some ranks only",
             "call optimizer.step() once per update on every rank, not under a condition on the rank or on its data",
         ),
         "parameters not in the optimizer": _one(
@@ -400,7 +402,7 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
             "the checkpoint does not contain a part of the training state",
             "save model, optimizer and scheduler (state_dict() of each, on every rank that holds a shard), or call accelerator.save_state()",
         ),
-        "other state saved": _one(
+        "wrong state saved": _one(
             "the checkpoint contains values that the run did not have before or after this update",
             "save after optimizer.step(), from the model that is trained (not a copy), on every rank that holds a shard",
         ),
@@ -409,12 +411,12 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
             "load model, optimizer, scheduler and random number generators before training continues, on every rank, or call "
             "accelerator.load_state()",
         ),
-        "state of another update": _one(
+        "state of a different update": _one(
             "a resumed run starts from the weights of another update",
             "save after optimizer.step(), and load the newest checkpoint",
         ),
         "PARTS not restored": _one(
-            "after a resume, the named parts of the training state have other values than were saved (PARTS: weights, buffers, optimizer "
+            "after a resume, the named parts of the training state have different values than were saved (PARTS: weights, buffers, optimizer "
             "state, learning rates, position in the data)",
             "load these parts on every rank, after the model is wrapped and the optimizer is built: load_state_dict(...) of each, with "
             "strict=True, and without a change of dtype",

@@ -321,7 +321,7 @@ class Comparison:
                 output = known.get(_output_key(forward, call))
                 if output is None:
                     self.skipped_outputs.add(
-                        f"outputs of {forward.module or 'the model'}: another shape than in the reference run"
+                        f"outputs of {forward.module or 'the model'}: a different shape than in the reference run"
                     )
                     continue
                 difference = self._compare_rows(update, rank, forward, rows, output)

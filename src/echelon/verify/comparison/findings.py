@@ -117,7 +117,7 @@ def _cause(
 ) -> LikelyCause:
     if stage == "data":
         if differences[0].kind == "num updates":
-            return likely_cause("other number of updates", why=differences[0].values)
+            return likely_cause("different number of updates", why=differences[0].values)
         return order.cause(update)
     if stage == "rng":
         return rng_cause(comparison, differences[0])
@@ -133,7 +133,7 @@ def _cause(
         return clip_cause(comparison, update, differences)
     if stage == "scheduler":
         if differences[0].kind == "settings":
-            return likely_cause("other optimizer settings", why=differences[0].values)
+            return likely_cause("different optimizer settings", why=differences[0].values)
         if differences[0].ranks:
             return likely_cause("learning rates differ between ranks", why=differences[0].values)
         return rate_cause(comparison, update)

@@ -62,7 +62,7 @@ def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
         norms = [one.norm for one in calls]
         if not any(math.isfinite(norm) for norm in norms):
             continue  # clipped by value, or gradients that have overflowed
-        # A norm is a sum over all elements; ranks that add it up in another order than their neighbor differ in the last bits.
+        # A norm is a sum over all elements; ranks that add it up in a different order than their neighbor differ in the last bits.
         spread = max(norms) - min(norms)
         if not math.isfinite(spread) or spread > unit_roundoff("float32") * math.sqrt(num_elements) * max(norms):
             bound = unit_roundoff("float32") * math.sqrt(num_elements)
@@ -79,7 +79,7 @@ def unequal_clips(layout: AlignedRun, update: int) -> RunDifference | None:
                 line=calls[0].line,
             )
     if len({len(one) for one in clips}) > 1:
-        values = f"the ranks call clipping functions another number of times (calls on {per_rank([len(one) for one in clips])})"
+        values = f"the ranks call clipping functions a different number of times (calls on {per_rank([len(one) for one in clips])})"
         return RunDifference("clip", update, "num clips", values=values)
     return None
 

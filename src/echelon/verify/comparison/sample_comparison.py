@@ -47,7 +47,7 @@ class SampleComparison:
         return self._ours[update]
 
     def differs(self, update: int) -> bool:
-        """Return whether the layout used other samples than the reference in ``update``; their order does not matter."""
+        """Return whether the layout used different samples than the reference in ``update``; their order does not matter."""
         if not self.is_recorded(update):
             return False
         ours, theirs = Counter(self._ours[update]), Counter(self._theirs[update])
@@ -152,7 +152,7 @@ class SampleComparison:
         micro_steps, theirs_steps = self._micro_steps[update], self._their_micro_steps[update]
         if (missing or extra) and any(one != theirs_steps for one in micro_steps):
             return likely_cause(
-                "other accumulation window",
+                "different accumulation window",
                 why=f"update {update} has {_span(micro_steps)} micro-steps (backward passes) on a rank, and {theirs_steps} in the reference run",
             )
         if extra and not missing and all(one in seen or one in theirs for one in extra):
@@ -179,12 +179,12 @@ class SampleComparison:
         unknown = sum(1 for one in self._ours[update] if one not in known)
         if unknown == len(self._ours[update]) and update == min(self._ours):
             return likely_cause(
-                "other contents",
+                "different contents",
                 why=f"no sample of update {update} occurs in the reference run: the contents of the samples differ, not only their order",
             )
         return likely_cause(
-            "other order",
-            why=f"the samples of update {update} are those of the dataset, but in another order than in the reference run",
+            "different order",
+            why=f"the samples of update {update} are those of the dataset, but in a different order than in the reference run",
         )
 
     def _places(self) -> dict[int, int]:

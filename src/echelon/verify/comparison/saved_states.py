@@ -40,7 +40,7 @@ def _live(run: AlignedRun, update: int) -> dict[str, RecordedTensor]:
 
 
 def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
-    """Yield tensors that a checkpoint of the layout holds with other values than the run had."""
+    """Yield tensors that a checkpoint of the layout holds with different values than the run had."""
     run = comparison.layout
     for (update, path), states in _states(run, "saved").items():
         saved = whole_tensors(states)
@@ -64,7 +64,9 @@ def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
         for name in wrong:
             distance = saved[name].whole.distance(live[name].whole) if name in saved else live[name].whole.norm
             values = (
-                f"{path} does not contain it" if name in lacking else f"{path} contains other values than the run has"
+                f"{path} does not contain it"
+                if name in lacking
+                else f"{path} contains different values than the run has"
             )
             yield RunDifference(
                 "save",
@@ -79,7 +81,7 @@ def save_differences(comparison: Comparison) -> Iterator[RunDifference]:
 
 
 def load_differences(comparison: Comparison) -> Iterator[RunDifference]:
-    """Yield tensors that the layout loaded with other values than were saved."""
+    """Yield tensors that the layout loaded with different values than were saved."""
     run = comparison.layout
     # Of each path, the newest save before the load: a script may write to the same folder again.
     saves = [*_states(comparison.reference, "saved").items(), *_states(run, "saved").items()]
@@ -104,7 +106,7 @@ def load_differences(comparison: Comparison) -> Iterator[RunDifference]:
                 tensor=name,
                 distance=tensor.whole.norm if one is None else one.whole.distance(tensor.whole),
                 norm=tensor.whole.norm,
-                values="it is not restored" if one is None else "it has other values than were saved",
+                values="it is not restored" if one is None else "it has different values than were saved",
                 line=line,
             )
 
@@ -127,7 +129,7 @@ def resume_differences(comparison: Comparison) -> Iterator[RunDifference]:
                 tensor=name,
                 distance=began[name].whole.distance(ended[name].whole),
                 norm=ended[name].whole.norm,
-                values="it has other values than when the run was interrupted",
+                values="it has different values than when the run was interrupted",
             )
 
 
@@ -147,7 +149,7 @@ def save_cause(differences: list[RunDifference]) -> LikelyCause:
         why = f"the checkpoint does not contain {listed(names)}"
         return likely_cause("state missing from the checkpoint", why=why, line=line)
     why = f"not the values that the run had before or after this update: {listed(names)}"
-    return likely_cause("other state saved", why=why, line=line)
+    return likely_cause("wrong state saved", why=why, line=line)
 
 
 def load_cause(comparison: Comparison, differences: list[RunDifference]) -> LikelyCause:
@@ -176,7 +178,7 @@ def load_cause(comparison: Comparison, differences: list[RunDifference]) -> Like
     other = _other_update(comparison, names)
     if other is not None:
         why = f"the run continues with the {parts} of update {other}, not of update {begin - 1}"
-        return likely_cause("state of another update", why=why, line=line)
+        return likely_cause("state of a different update", why=why, line=line)
     return likely_cause(
         "PARTS not restored",
         name=f"{parts} not restored",

@@ -29,8 +29,8 @@ def initial_cause(comparison: Comparison, differences: Sequence[RunDifference]) 
             ranks=ranks,
         )
     return likely_cause(
-        "other initial weights",
-        why=f"on all ranks alike, but with other values than in the reference run: {listed(names)}",
+        "different initial weights",
+        why=f"on all ranks alike, but with different values than in the reference run: {listed(names)}",
     )
 
 
@@ -38,7 +38,7 @@ def structure_cause(differences: Sequence[RunDifference]) -> LikelyCause:
     """Explain parameters that only one of the runs has, or that are tied in only one of them."""
     is_tied = any("parameter of its own" in one.values for one in differences)
     names = [one.tensor for one in differences]
-    return likely_cause("tied weights" if is_tied else "other parameters", why=differences[0].values, tensors=names)
+    return likely_cause("tied weights" if is_tied else "different parameters", why=differences[0].values, tensors=names)
 
 
 def drawn_numbers(comparison: Comparison) -> str:
@@ -122,13 +122,15 @@ def clip_cause(comparison: Comparison, update: int, differences: Sequence[RunDif
     line = next((one.line for each in calls for one in each if one.line), "")
     if "num clips" in kinds:
         return likely_cause(
-            "clipped another number of times",
+            "clipped a different number of times",
             why=next(one.values for one in differences if one.kind == "num clips"),
             line=line,
         )
     if "max norm" in kinds:
         return likely_cause(
-            "other clipping threshold", why=next(one.values for one in differences if one.kind == "max norm"), line=line
+            "different clipping threshold",
+            why=next(one.values for one in differences if one.kind == "max norm"),
+            line=line,
         )
     norms = [each[0].norm for each in calls if each]
     if not norms:
@@ -182,7 +184,7 @@ def _norm_cause(norm: float, whole: float, theirs: float, line: str) -> LikelyCa
                 line=line,
             )
         return likely_cause(
-            "norm of other tensors",
+            "norm of the wrong tensors",
             why=f"the clipping function returned {norm:.6g}, but the norm of the gradient is {whole:.6g} (they may differ by 0.1 %)",
             ratio=ratio,
             line=line,
@@ -231,7 +233,7 @@ def rate_cause(comparison: Comparison, update: int) -> LikelyCause:
             word = "ahead" if one > update else "behind"
             why = f"{text}, where it is that of update {one}: the schedule is {abs(one - update)} update(s) {word}"
             return likely_cause(f"schedule {word}", why=why)
-    return likely_cause("other schedule", why=text, ratio=ratios[0] if ratios else None)
+    return likely_cause("different schedule", why=text, ratio=ratios[0] if ratios else None)
 
 
 def _follows(comparison: Comparison, update: int, mapping: Callable[[int], int]) -> bool:
@@ -250,8 +252,8 @@ def optimizer_cause(comparison: Comparison, update: int, differences: Sequence[R
     by_kind = {one.kind: one for one in reversed(differences)}
     names_of_kinds = {
         "skipped": "step skipped",
-        "num steps": "stepped another number of times",
-        "settings": "other optimizer settings",
+        "num steps": "stepped a different number of times",
+        "settings": "different optimizer settings",
         "parameters": "parameters not in the optimizer",
     }
     if "num steps" in by_kind and _steps_without_forward(comparison.layout, update):
