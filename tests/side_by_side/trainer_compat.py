@@ -36,6 +36,7 @@ FILES = {
     "exact": "unit/trainer/test_trainer_exact.py",
     "collators": "unit/trainer/test_collators.py",
     "loop": "unit/trainer/test_training_run.py",
+    "model_files": "unit/trainer/test_model_files.py",
     "options": "unit/trainer/test_training_arguments_options.py",
     "schedules": "unit/trainer/test_lr_schedules.py",
     "hub": "unit/trainer/test_hub.py",

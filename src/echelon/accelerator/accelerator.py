@@ -99,6 +99,8 @@ class Accelerator(ProcessMembers):
         canonical_shards: shards per update with ``parity="bitwise"``; at least the number of processes. None: 8.
         verify_every: compare every N-th update with that of one process on the same batch (docs/verify.md). None: never.
         verify_action: what to do on a difference: ``stop`` with an error (default), or ``warn``.
+        master_weights: with mixed precision, how weights that were loaded in bf16 or fp16 are trained: as ``float32`` copies, ``keep``
+            (as they are), or ``stochastic`` (rounded by torchao's optimizers; docs/guides/precision.md). None: ``float32``.
 
     Args: Sharding and parallelism
         engine: engine name or ``Engine``. None: chosen from the number of processes and the sharding settings.
@@ -163,6 +165,7 @@ class Accelerator(ProcessMembers):
         speed: str | None = None,
         verify_every: int | None = None,
         verify_action: str | None = None,
+        master_weights: str | None = None,
     ) -> None:
         for name, value in {"torch_tp_plugin": torch_tp_plugin, "megatron_lm_plugin": megatron_lm_plugin}.items():
             if value is not None:
@@ -181,6 +184,7 @@ class Accelerator(ProcessMembers):
             "speed": speed,
             "verify_every": verify_every,
             "verify_action": verify_action,
+            "master_weights": master_weights,
         }
         plugin = gradient_accumulation_plugin
         config = resolve_settings(mixed_precision, gradient_accumulation_steps, cpu, plugin, more=settings)

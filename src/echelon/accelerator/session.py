@@ -10,6 +10,7 @@ import torch
 
 from echelon.accelerator.epochs import Epochs
 from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.master_weights import MasterWeights
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration, TorchDynamoPlugin
 from echelon.accelerator.plugins.kwargs_handlers import AORecipeKwargs, KwargsHandler
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
@@ -81,6 +82,8 @@ class Session:
     """Answers other ranks that check whether this rank is alive."""
     logged_schedulers: set[type] = field(default_factory=set)
     """Scheduler classes whose steps per update have been logged."""
+    masters: MasterWeights = field(default_factory=MasterWeights)
+    """Which weights train in float32 though they were loaded in low precision."""
     warned_of_low_precision: bool = False
     """Whether a warning has said that the optimizers step low-precision weights."""
     num_readers: int = field(init=False)

@@ -23,8 +23,8 @@ class Capabilities:
     """Ranks may run out of batches at different steps inside ``join``."""
     replaces_parameters: bool = False
     """``prepare`` replaces the parameter objects; existing optimizers are updated with the new ones, matched by name."""
-    upcasts_weights: bool = False
-    """With mixed precision, trained weights must be float32 in ``prepare``; the engine computes with low-precision copies."""
+    owns_master_weights: bool = False
+    """The engine itself keeps float32 copies of low-precision weights, which its optimizer steps."""
     owns_loss_scaling: bool = False
     """The engine scales an fp16 loss itself, without a GradScaler."""
     num_devices: int = 1

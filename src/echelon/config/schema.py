@@ -34,6 +34,7 @@ DynamoBackendName = Literal[
     "neuron",
 ]
 Parity = Literal["off", "exact", "bitwise"]
+MasterWeightsMode = Literal["float32", "keep", "stochastic"]
 DynamoMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"]
 Offload = Literal["none", "cpu", "nvme"]
 # Files of older Accelerate versions contain the numbers instead of the names.
@@ -86,6 +87,9 @@ class RunConfig:
     """Use the CPU even if accelerators are available."""
     mixed_precision: Precision = "no"
     """Autocast dtype for the forward pass."""
+    master_weights: MasterWeightsMode = "float32"
+    """How trained weights that were loaded in bf16 or fp16 are stepped with mixed precision: as float32 copies (``float32``), as they
+    are, so that small updates are lost (``keep``), or rounded stochastically by an optimizer of torchao (``stochastic``)."""
     gradient_accumulation_steps: int = 1
     """Number of micro-batches per optimizer step."""
     gradient_clipping: float | None = None

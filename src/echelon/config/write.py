@@ -23,6 +23,7 @@ default_config_file = str(own_file())
 # Settings that accelerate's files do not have. echelon reads them at the top level; accelerate rejects a file with them.
 _OWN = (
     "engine",
+    "master_weights",
     "parity",
     "max_micro_batch_size",
     "canonical_shards",

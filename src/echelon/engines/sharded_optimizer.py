@@ -44,6 +44,13 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         try:
             super().__init__(optimizer.param_groups, optimizer_class=make_copy, **optimizer.defaults)
         except (TypeError, ValueError) as error:
+            if len({p.dtype for group in optimizer.param_groups for p in group["params"]}) > 1:
+                raise _unshardable(
+                    optimizer,
+                    f"torch's ZeroRedundancyOptimizer requires one dtype: {error}",
+                    do="pass it only the trained parameters ([p for p in model.parameters() if p.requires_grad]) if those have one "
+                    "dtype, or use the ddp or fsdp2 engine",
+                ) from error
             raise _unshardable(optimizer, f"torch's ZeroRedundancyOptimizer rejects it: {error}") from error
         self.state = self.optim.state
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
@@ -121,9 +128,9 @@ def _require_shardable(optimizer: Optimizer) -> None:
             )
 
 
-def _unshardable(optimizer: Optimizer, why: str) -> UsageError:
+def _unshardable(optimizer: Optimizer, why: str, *, do: str | None = None) -> UsageError:
     return UsageError(
         f"the state of {type(optimizer).__name__} cannot be sharded: {why}",
         where="Accelerator(engine='zero1').prepare",
-        do="use a torch.optim optimizer other than LBFGS, or the ddp engine",
+        do=do or "use a torch.optim optimizer other than LBFGS, or the ddp engine",
     )

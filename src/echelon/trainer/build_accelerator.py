@@ -110,6 +110,7 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
         speed=args.speed,
         verify_every=args.verify_every,
         verify_action=args.verify_action,
+        master_weights=args.master_weights,
         max_micro_batch_size=(args.max_micro_batch_size or args.train_batch_size) if is_exact else None,
         **settings,
     )

@@ -155,6 +155,8 @@ class TrainerSession:
     """The running trial; None outside a search."""
     losses: MeanLoss | None = None
     """The losses of the latest training run; None before the first run."""
+    saves_master_weights: bool = False
+    """Whether ``save_model`` keeps float32 master weights, because it writes a part of a checkpoint."""
     cursor: TrainCursor = field(default_factory=TrainCursor)
     optimizer: PreparedOptimizer = field(default_factory=PreparedOptimizer)
     evaluation: EvaluationState = field(default_factory=EvaluationState)

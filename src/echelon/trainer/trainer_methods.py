@@ -767,7 +767,8 @@ class TrainerMethods:
             if _internal_call or is_sharded
             else first_rank_saves(f"save_model {folder}", on_each_machine=args.save_on_each_node)
         ):
-            weights = accelerator.get_state_dict(self.model_wrapped)
+            options = {"master_weights": True} if self._session.saves_master_weights else {}
+            weights = accelerator.get_state_dict(self.model_wrapped, **options)
             if args.should_save and weights is None:  # only rank zero gathers a sharded model
                 raise ConfigError(
                     "save_on_each_node=True does not work with a sharded model, because only rank zero gathers its weights",
@@ -796,7 +797,9 @@ class TrainerMethods:
                     "returns on rank zero"
                 ),
             )
-        write_model_files(self.args, self._session, self.model, state_dict, folder, self.processing_class)
+        state = self.accelerator.get_state_dict(self.model) if state_dict is None else state_dict
+        assert state is not None, type(self.model)  # only a sharded model has none
+        write_model_files(self.args, self._session, self.model, state, folder, self.processing_class)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write optimizer.pt and scheduler.pt, in transformers' checkpoint format."""

@@ -134,45 +134,6 @@ def test_a_model_may_be_cast_after_prepare(layout: tuple[int, str], after: int) 
         _expect(found, _plain(casts_after=after))
 
 
-def _train_bf16_weights(engine: str, mode: str) -> tuple[list[str], float, str]:
-    """Take 20 steps of 1e-4 from 1.0, less than a bfloat16 can show."""
-    accelerator = _accelerator(engine, mixed_precision=mode)
-    model: Any = nn.Linear(8, 4, bias=False).bfloat16()
-    nn.init.ones_(model.weight)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        for _ in range(20):
-            accelerator.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    (weight,) = weights_of(accelerator, model)
-    told = [str(one.message) for one in caught if one.category.__name__ == "EchelonWarning"]
-    return told, float(weight.float().mean()), str(weight.dtype)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_in_bf16_are_cast_or_named(layout: tuple[int, str]) -> None:
-    first, *others = run_on_ranks(_train_bf16_weights, layout[1], "bf16", world_size=layout[0])
-    is_cast = layout[1].startswith("fsdp2")
-    assert len(first[0]) == 1
-    expected = (
-        "cast to float32 before they are sharded" if is_cast else "1 of 1 trained parameters are bfloat16 themselves"
-    )
-    assert expected in first[0][0]
-    for _, mean, dtype in (first, *others):
-        # AdamW with a steady gradient moves by its learning rate.
-        assert mean == pytest.approx(1 - 20 * 1e-4 if is_cast else 1.0, abs=1e-5)
-        assert dtype == ("torch.float32" if is_cast else "torch.bfloat16")
-
-
-@pytest.mark.parametrize("layout", [(1, "single"), (2, "fsdp2 stage 3")])
-def test_weights_in_bf16_without_mixed_precision_are_left_alone(layout: tuple[int, str]) -> None:
-    for told, mean, dtype in run_on_ranks(_train_bf16_weights, layout[1], "no", world_size=layout[0]):
-        assert (told, mean, dtype) == ([], 1.0, "torch.bfloat16")
-
-
 # ---- a static graph --------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ OWN: dict[str, Any] = {
     "log_throughput": False,
     "pipeline_schedule": "1F1B",
     "pipeline_num_micro_batches": None,
+    "master_weights": None,
 }
 
 

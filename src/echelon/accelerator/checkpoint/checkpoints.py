@@ -272,6 +272,11 @@ class Checkpoints:
         )
         return is_whole and self._session.world.is_rank_zero and not is_alone() and is_passed_by(operation)
 
+    def _state_to_resume(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return the state dict from which training continues exactly. Collective if parameters are sharded."""
+        get_state_dict: Callable[..., dict[str, Any] | None] = self._get_state_dict()
+        return get_state_dict(model, master_weights=True) if self._session.masters else get_state_dict(model)
+
     def _own_format(self, target: Path, *, metric: float | None) -> PendingCheckpoint:
         """Return a save in echelon's own format.
 
@@ -281,7 +286,7 @@ class Checkpoints:
         Collective: call on every rank if parameters are sharded.
         """
         session, world, models = self._session, self._world, self._bare_models()
-        weights = [self._get_state_dict()(m) or {} for m in session.objects.models] if self._save_hooks else []
+        weights = [self._state_to_resume(m) or {} for m in session.objects.models] if self._save_hooks else []
         given = list(weights)
 
         def run_hooks(folder: Path, is_owner: bool) -> list[int]:
@@ -320,7 +325,7 @@ class Checkpoints:
         """
         session, objects, world = self._session, self._session.objects, self._world
         models = self._bare_models()
-        weights = [self._get_state_dict()(model) for model in objects.models]
+        weights = [self._state_to_resume(model) for model in objects.models]
         state = collect_state(
             weights=weights,
             optimizers=objects.optimizers,

@@ -125,8 +125,13 @@ def unwrap_model(
     return model if uncompiled(model) is inner else moved_to(inner, model)
 
 
-def get_state_dict(session: Session, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
+def get_state_dict(
+    session: Session, model: nn.Module, unwrap: bool = True, *, master_weights: bool = False
+) -> dict[str, Any] | None:
     """Return a prepared model's full state dict under plain parameter names (``unwrap=False``: the wrapper's names).
+
+    Weights that were loaded in low precision and are trained in float32 have the dtype in which they were loaded; with
+    ``master_weights=True``, they are float32.
 
     If parameters are sharded, rank zero receives the state dict in host memory, and the other ranks receive None.
 
@@ -136,11 +141,14 @@ def get_state_dict(session: Session, model: nn.Module, unwrap: bool = True) -> d
         >>> weights = accelerator.get_state_dict(model)
         >>> accelerator.save(weights, "model.safetensors", safe_serialization=True)
     """
+    masters = session.masters
     if not unwrap:
-        return model.state_dict()
+        state = model.state_dict()
+        return state if master_weights else masters.as_loaded(state, model)
     if session.capabilities.shards_parameters:
         monitored_barrier("get_state_dict()", advice="It returns the state on rank zero and None on the other ranks.")
-    return session.engine.full_state_dict(session.objects.engine_model(model))
+    found = session.engine.full_state_dict(session.objects.engine_model(model))
+    return found if found is None or master_weights else masters.as_loaded(found, bare_module(model))
 
 
 def is_on_several_devices(model: nn.Module) -> bool:

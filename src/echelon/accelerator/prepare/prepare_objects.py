@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
 from echelon.accelerator.prepare.build_deepspeed import reject_placeholders
 from echelon.accelerator.prepare.canonical_chunks import prepare_canonical_chunks
 from echelon.accelerator.prepare.data_loaders import rng_type_names
+from echelon.accelerator.prepare.low_precision_weights import cast_trained_weights, check_stepped_weights
 from echelon.accelerator.prepare.prepare_arguments import check_unprepared_data, known_objects, replace_prepared
 from echelon.accelerator.prepare.speed import choose_kernels, choose_memory_format
 from echelon.accelerator.sequences import attach_sequence_parallel
@@ -29,7 +29,7 @@ from echelon.accelerator.update.step_timing import time_forward
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _
-from echelon.base.sharded import is_dtensor, is_fsdp_module
+from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
 from echelon.config.origin import Setting
 from echelon.data.active_loaders import LoaderOptions
@@ -39,6 +39,7 @@ from echelon.distributed.ddp.unused_parameters_warning import silence_unused_par
 from echelon.distributed.peer_responder import Watcher
 from echelon.distributed.record.log import record_object
 from echelon.distributed.record.object_facts import loader_facts, model_facts, optimizer_facts
+from echelon.engines.base import Prepared
 from echelon.engines.deepspeed.options import DrivenScheduler, DummyOptim, DummyScheduler
 from echelon.engines.expert_parallel.moe import find_routers
 from echelon.engines.expert_parallel.routers import RoutingGaps, balance_over_ranks
@@ -46,7 +47,6 @@ from echelon.precision.float8 import convert_model_to_fp8_ao
 from echelon.world.world import World
 
 _logger = get_logger(__name__)
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def prepare_arguments(
@@ -86,7 +86,7 @@ def _prepare_unprepared(
 
     Collective: call on every rank, with the same objects in the same order.
     """
-    objects, engine = session.objects, session.engine
+    objects = session.objects
     new = [(o, place) for o, place in found if id(o) not in objects.originals]
     for one, _place in new:
         _refuse_anothers(session, one)
@@ -123,7 +123,7 @@ def _prepare_unprepared(
                 ),
                 do=_("remove device_map to load it on one device"),
             )
-        _place_and_cast(session, model, place=place)
+        _place_and_cast(session, model, optimizers, place=place)
         choose_memory_format(session, model)
     bare = [model for model, _ in models]
     session.update.check_prepared(bare, optimizers)
@@ -134,8 +134,8 @@ def _prepare_unprepared(
         prepare_canonical_chunks(session, bare)
         _fill_deepspeed(session, bare, optimizers, schedulers)
     given = [_compile(session.dynamo_plugin, model, by_regions=True) for model in bare]
-    prepared = engine.prepare(given, optimizers, schedulers)
-    _warn_of_low_precision_weights(session, prepared.optimizers)
+    prepared = _distribute(session, given, optimizers, schedulers)
+    check_stepped_weights(session, prepared.optimizers)
     session.watcher = _build_watcher(prepared.models, world=session.world)
     for model, shaped, wrapped in zip(bare, given, prepared.models):
         _add_model(session, model, shaped, wrapped)
@@ -176,11 +176,30 @@ def prepare_stages(session: Session, model: nn.Module) -> None:
 
     Collective: call on every rank.
     """
-    _place_and_cast(session, model, place=session.device_placement)
-    prepared = session.engine.prepare([model], (), ())
+    _place_and_cast(session, model, (), place=session.device_placement)
+    prepared = _distribute(session, [model], (), ())
+    if session.precision.mode != "no":  # on all ranks, because only some may have weights that were cast
+        session.masters.follow_stages(model, session.world.world_size)
     session.watcher = _build_watcher(prepared.models, world=session.world)
     session.objects.models.append(model)
     session.objects.record(model, model)
+
+
+def _distribute(
+    session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any], schedulers: Sequence[Any]
+) -> Prepared:
+    """Distribute the objects by the engine, which may replace parameters. Collective: call on every rank."""
+    engine, masters = session.engine, session.masters
+    if not masters:
+        return engine.prepare(models, optimizers, schedulers)
+    for optimizer in optimizers:
+        if isinstance(optimizer, Optimizer):
+            masters.cast_state(optimizer)
+    before = [dict(model.named_parameters()) for model in models]
+    prepared = engine.prepare(models, optimizers, schedulers)
+    for old, model in zip(before, models):
+        masters.follow(old, model)
+    return prepared
 
 
 def _build_watcher(models: Sequence[nn.Module], *, world: World) -> Watcher | None:
@@ -211,12 +230,12 @@ def search_silently(session: Session) -> None:
         silence_unused_parameters_warning(session.world.device)
 
 
-def _place_and_cast(session: Session, model: nn.Module, *, place: bool) -> None:
+def _place_and_cast(session: Session, model: nn.Module, optimizers: Sequence[Any], *, place: bool) -> None:
     device, recipe = session.world.device, session.ao_recipe_handler
     arrives_later = _arrives_later(session, model)
     if place and device.type != "cpu" and not arrives_later:
         model.to(device)
-    _upcast_trained_weights(session, model)
+    cast_trained_weights(session, model, optimizers)
     if recipe is not None:
         convert_model_to_fp8_ao(uncompiled(model), recipe.config, recipe.module_filter_func)
     session.precision.wrap_forward(model)
@@ -294,27 +313,6 @@ def _is_padding(session: Session) -> bool:
     return contribution is not None and contribution.is_padding
 
 
-def _upcast_trained_weights(session: Session, model: nn.Module) -> None:
-    """With mixed precision, cast trained weights to float32 in place if the engine computes with low-precision copies of them.
-
-    Source: accelerate.utils.fsdp_utils.fsdp2_prepare_model (1.15), which does the same.
-    """
-    if session.precision.mode == "no" or not session.capabilities.upcasts_weights or is_fsdp_module(model):
-        return
-    low = [p for p in model.parameters() if p.requires_grad and p.dtype in _LOW]
-    if not low:
-        return
-    kind = str(low[0].dtype).removeprefix("torch.")
-    for parameter in low:
-        parameter.data = parameter.data.to(torch.float32)
-    warn(
-        f"{len(low)} trained parameters of {type(model).__name__} are {kind}, and mixed_precision={session.precision.mode!r}: they are "
-        "cast to float32 before they are sharded, as accelerate does, so that small updates are not lost. Each rank needs "
-        "twice the memory for its shards, and checkpoints have float32 weights. To train the weights in low precision, use "
-        "mixed_precision='no'"
-    )
-
-
 # ---- optimizers and schedulers ---------------------------------------------------------------------------------------
 
 
@@ -334,27 +332,6 @@ def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
     session.guard.add_prepared(inner)
     session.objects.record(optimizer, prepared)
     record_object("optimizer", *optimizer_facts(optimizer if isinstance(optimizer, Optimizer) else inner))
-
-
-def _warn_of_low_precision_weights(session: Session, optimizers: Iterable[Optimizer]) -> None:
-    """With mixed precision, warn once if an optimizer steps low-precision weights."""
-    mode = session.precision.mode
-    if mode == "no" or session.warned_of_low_precision or not session.capabilities.exposes_state:
-        return
-    held = [
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-    ]
-    low = [p for p in held if p.dtype in _LOW]
-    if not low:
-        return
-    session.warned_of_low_precision = True
-    kind = str(low[0].dtype).removeprefix("torch.")
-    warn(
-        f"mixed_precision={mode!r}, but {len(low)} of {len(held)} trained parameters are {kind} themselves, and so is the optimizer's "
-        "state of them: an update that changes a weight by less than about 1/256 of it is lost. Load the model in float32 "
-        "(from_pretrained(..., dtype=torch.float32)), or call model.float() before the optimizer is made; the forward pass still "
-        "computes in low precision"
-    )
 
 
 def _wrap_scheduler(session: Session, scheduler: LRScheduler) -> AcceleratedScheduler:

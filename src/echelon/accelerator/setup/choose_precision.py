@@ -20,6 +20,12 @@ def is_fastest(speed: str | None) -> bool:
     return current(from_code("TrainingArguments", {"speed": speed})).value.speed == "max"
 
 
+def rounds_stochastically(master_weights: str | None) -> bool:
+    """Return whether ``master_weights="stochastic"`` holds, given in code or, with None, elsewhere."""
+    given = from_code("TrainingArguments", {"master_weights": master_weights})
+    return current(given).value.master_weights == "stochastic"
+
+
 def choose_precision(config: Resolved[RunConfig]) -> Resolved[RunConfig]:
     """Return ``config`` with bf16 autocast if ``speed="max"``, no precision was set, and the device computes bf16 natively."""
     if config.value.speed != "max" or config.origins["mixed_precision"].source is not SettingSource.DEFAULT:

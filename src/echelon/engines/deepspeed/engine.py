@@ -98,6 +98,7 @@ class DeepSpeedEngine(Engine):
             shards_parameters=self._stage == 3 or self._holds_copies,
             shards_optimizer_state=self._stage > 0,
             joins_uneven=False,
+            owns_master_weights=self._stage > 0,
             owns_loss_scaling=self._stage > 0,
             exposes_state=False,
             supports_multiple_models=False,

@@ -83,7 +83,6 @@ _CAPABILITIES = Capabilities(
     shards_parameters=True,
     shards_optimizer_state=True,
     replaces_parameters=True,
-    upcasts_weights=True,
     joins_uneven=False,
     sums_shards=True,
 )

@@ -234,5 +234,9 @@ class TrainingFields:
     pipeline_num_micro_batches: int | None = extra(
         None, "With pp_size: micro-batches of a step (default: twice the number of stages)."
     )
+    master_weights: str | None = extra(
+        None,
+        "With bf16 or fp16, train weights loaded in that dtype as 'float32' (default), 'keep' it, or 'stochastic'.",
+    )
 
     logging_dir: ClassVar[str | None] = None

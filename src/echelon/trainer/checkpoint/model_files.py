@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,16 +44,19 @@ def write_model_files(
     args: TrainingArguments,
     session: TrainerSession,
     wrapped: nn.Module,
-    state_dict: Mapping[str, Any] | None,
+    state: Mapping[str, Any],
     folder: Path,
     processing_class: Any,
 ) -> None:
-    """Write the weights (default: those of the model), the tokenizer and the arguments to ``folder``."""
+    """Write the weights ``state``, the tokenizer and the arguments to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     model: Any = bare_module(wrapped)
-    state = model.state_dict() if state_dict is None else state_dict
     if saves_itself(model):
-        model.save_pretrained(str(folder), state_dict=state)
+        floats = (v.dtype for v in state.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
+        dtype = next(floats, None)
+        model.save_pretrained(str(folder), state_dict=state)  # may empty the dict
+        if dtype in (torch.bfloat16, torch.float16):
+            _note_dtype(folder / "config.json", dtype)
         if has_adapters(model) and not session.is_warned_of_weights_outside:
             session.is_warned_of_weights_outside = warn_of_weights_outside(model, trained_state(model, state), folder)
     else:
@@ -65,6 +69,18 @@ def write_model_files(
         write_pickled(args, folder / transformers_format.ARGUMENTS)
     else:
         write_json(folder / ARGUMENTS_FILE, args.to_dict())
+
+
+def _note_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Correct the dtype in a config of transformers, which is that of the float32 weights in training, not of the saved ones.
+
+    ``from_pretrained`` loads the model in this dtype.
+    """
+    entries = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    name = next((name for name in ("dtype", "torch_dtype") if entries.get(name) == "float32"), None)
+    if name is not None:
+        entries[name] = str(dtype).removeprefix("torch.")
+        config.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_state_tensors(args: TrainingArguments, session: TrainerSession, state: Mapping[str, Any], path: Path) -> None:

@@ -73,7 +73,7 @@ class CheckpointWriter:
     def _save_own(self, folder: Path) -> bool:
         accelerator = self._trainer.accelerator
         if self._trainer.args.save_only_model:
-            weights = accelerator.get_state_dict(self._trainer.model_wrapped)
+            weights = self._weights()
             content = Content(progress=accelerator.session.progress.to_json())
             pending = PendingCheckpoint(
                 target=folder,
@@ -107,7 +107,7 @@ class CheckpointWriter:
             )
         accelerator.session.engine.update_loss_scale()  # otherwise due with the next loss
         accelerator.checkpoints.warn_of_weights_left_out()
-        weights = accelerator.get_state_dict(trainer.model_wrapped)
+        weights = self._weights()
         facts = stored_facts(trainer.callback_handler.train_dataloader)
         saved_fields = {name: getattr(session.cursor, name) for name in CURSOR_FIELDS}
 
@@ -128,6 +128,16 @@ class CheckpointWriter:
         finally:
             session.optimizer.saved_state = None
 
+    def _weights(self) -> dict[str, Any] | None:
+        """Return the weights that the model files of a checkpoint hold: those in training, unless nothing else is saved.
+
+        Collective if parameters are sharded.
+        """
+        accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
+        if self._trainer.args.save_only_model or not accelerator.session.masters:
+            return accelerator.get_state_dict(model)
+        return accelerator.get_state_dict(model, master_weights=True)
+
     def _before_save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Write the files that other programs read; if they hold all weights, the checkpoint omits them."""
         folder, state = Path(output_dir), weights[0]
@@ -147,7 +157,11 @@ class CheckpointWriter:
     def _write_model(self, folder: Path, weights: Any) -> None:
         """Write the model files, through the user's ``save_model`` if it is overridden."""
         if self._session.interface.overrides_save_model:
-            self._trainer.save_model(str(folder), _internal_call=True)
+            self._session.saves_master_weights = not self._trainer.args.save_only_model
+            try:
+                self._trainer.save_model(str(folder), _internal_call=True)
+            finally:
+                self._session.saves_master_weights = False
         elif self._trainer.args.should_save:
             self._trainer._save(str(folder), state_dict=weights)
         if self._trainer.args.should_save and self._has_adapters:
@@ -165,15 +179,20 @@ class CheckpointWriter:
 
 
 def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether the safetensors files in ``folder`` hold every tensor in ``state``; tied weights count as one."""
-    found: dict[str, list[int]] = {}
+    """Return whether the safetensors files in ``folder`` hold every tensor in ``state``; tied weights count as one.
+
+    A file with rounded float32 weights does not hold them.
+    """
+    found: dict[str, tuple[list[int], str]] = {}
     for path in folder.glob("*.safetensors"):
         with safetensors.safe_open(path, framework="pt") as file:
-            found |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            found |= {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
     aliases = aliases_in(state)
     first = {aliases.get(name, name) for name in found}
     return (
         bool(found)
-        and all(name in state and list(state[name].shape) == shape for name, shape in found.items())
+        and all(name in state and list(state[name].shape) == shape for name, (shape, _) in found.items())
+        and all(dtype == "F32" for name, (_, dtype) in found.items() if state[name].dtype == torch.float32)
         and all(aliases.get(name, name) in first for name in state)
     )

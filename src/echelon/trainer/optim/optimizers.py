@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from echelon.accelerator import AcceleratedOptimizer, DummyOptim, DummyScheduler
+from echelon.accelerator.setup.choose_precision import rounds_stochastically
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.optional import require
 from echelon.trainer.arguments.enums import OptimizerNames
@@ -128,7 +129,8 @@ def _bitsandbytes(name: str, args: TrainingArguments, adam: dict[str, Any], more
 def _torchao(name: str, args: TrainingArguments, adam: dict[str, Any], more: dict[str, Any], model: Any) -> _Found:
     package = require("torchao.optim", extra="fp8", purpose=f"optim={name!r}")
     kind = package.AdamW4bit if name.endswith("4bit") else package.AdamW8bit
-    return kind, {**adam, "block_size": 256, **more}
+    rounding = {"bf16_stochastic_round": True} if rounds_stochastically(args.master_weights) else {}
+    return kind, {**adam, "block_size": 256, **rounding, **more}
 
 
 def _schedule_free(
