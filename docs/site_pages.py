@@ -102,7 +102,7 @@ API: dict[str, tuple[str, str, list[str]]] = {
             "echelon.GradScalerKwargs", "echelon.InitProcessGroupKwargs", "echelon.ProfileKwargs", "echelon.DistributedType",
             "echelon.DDPCommunicationHookType", "echelon.PartialState", "echelon.accelerator.AcceleratorState", "echelon.accelerator.GradientState",
             "echelon.accelerator.AcceleratedOptimizer", "echelon.accelerator.AcceleratedScheduler",
-            "echelon.accelerator.DummyOptim", "echelon.accelerator.DummyScheduler", "echelon.LocalSGD", "echelon.MixtureOfExperts",
+            "echelon.accelerator.DummyOptim", "echelon.accelerator.DummyScheduler", "echelon.EMA", "echelon.SWA", "echelon.LocalSGD", "echelon.MixtureOfExperts",
         ],
     ),
     "trainer": (

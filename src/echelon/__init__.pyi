@@ -45,6 +45,7 @@ from echelon.accelerator.plugins.kwargs_handlers import ProfileKwargs as Profile
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig as ParallelismConfig
 from echelon.accelerator.prepare.data_loaders import skip_first_batches as skip_first_batches
 from echelon.accelerator.update.local_sgd import LocalSGD as LocalSGD
+from echelon.accelerator.weight_average import EMA as EMA, SWA as SWA
 from echelon.base.errors import EchelonError as EchelonError
 from echelon.big_models.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
 from echelon.big_models.device_map import infer_auto_device_map as infer_auto_device_map

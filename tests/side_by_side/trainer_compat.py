@@ -50,6 +50,7 @@ FILES = {
     "ranks_options": "ranks/trainer/test_trainer_options.py",
     "ranks_resume": "ranks/trainer/test_trainer_resume.py",
     "ranks_meshes": "ranks/trainer/test_trainer_meshes.py",
+    "ranks_averages": "ranks/trainer/test_trainer_averages.py",
     "ranks_sharded": "ranks/distributed/test_already_sharded.py",
     "ranks_verify": "ranks/accelerator/test_live_check.py",
     "speed": "unit/accelerator/test_speed.py",

@@ -17,10 +17,13 @@ from echelon.accelerator.plugins.parallelism_config import ParallelismConfig
 from echelon.accelerator.state import AcceleratorState, PartialState
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
+from echelon.accelerator.weight_average import EMA, SWA
 from echelon.compat.enums import DistributedType
 from echelon.engines.deepspeed.options import DummyOptim, DummyScheduler
 
 __all__ = [
+    "EMA",
+    "SWA",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
     "Accelerator",

@@ -8,6 +8,7 @@ from torch import nn
 
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
+from echelon.accelerator.weight_average import WeightAverage
 from echelon.data.loader import PreparedLoader
 
 
@@ -23,6 +24,7 @@ class PreparedObjects:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[PreparedLoader] = []
+        self.averages: list[WeightAverage] = []
         self.originals: dict[int, tuple[object, Any]] = {}
         """Original and prepared object, by the original's id."""
         self._compiled: dict[int, nn.Module] = {}  # id of a model compiled as a whole -> the engine's model in it
@@ -92,8 +94,24 @@ class PreparedObjects:
             if prepared is loader:
                 del self.originals[key]
 
+    def forget_average(self, average: WeightAverage) -> None:
+        """Stop updating an average of the weights, and forget it; checkpoints no longer store it."""
+        average.release()
+        self.averages[:] = [one for one in self.averages if one is not average]
+        self.originals.pop(id(average), None)
+
     def clear(self) -> None:
         """Forget all prepared objects."""
-        for held in (self.models, self.optimizers, self.schedulers, self.loaders, self.originals, self._compiled):
+        for average in self.averages:
+            average.release()
+        for held in (
+            self.averages,
+            self.models,
+            self.optimizers,
+            self.schedulers,
+            self.loaders,
+            self.originals,
+            self._compiled,
+        ):
             held.clear()
         self.has_compiled = False

@@ -22,7 +22,7 @@ from echelon.engines.state_dicts import plain_parameters
 KERNEL_OPTIONS = ("foreach", "fused")
 """Options of optimizers that choose how a step is computed: this run's are used, not the checkpoint's."""
 
-_PIECE = re.compile(r"(model|optimizer|scheduler|loader|custom|scaler)(\[\d+\](\..+)?)?")
+_PIECE = re.compile(r"(model|optimizer|scheduler|loader|average|custom|scaler)(\[\d+\](\..+)?)?")
 
 
 START_OVER = N_("to start over, use another folder for the checkpoints, or delete this checkpoint")
@@ -47,7 +47,7 @@ class Allowed:
         if wrong:
             raise UsageError(
                 f"allow_missing={wrong[0]!r} is not a checkpoint entry name",
-                do="use names such as 'model[0].head', 'optimizer[1]', 'scheduler', 'loader[0]', 'custom[0]', 'scaler'",
+                do="use names such as 'model[0].head', 'optimizer[1]', 'scheduler', 'loader[0]', 'average[0]', 'custom[0]', 'scaler'",
             )
         self._names = tuple(names)
         self.is_argument = is_argument

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from echelon.base.errors import CheckpointError, EchelonError
 from echelon.base.progress import BarOpener, no_bar
+from echelon.base.sharded import is_dtensor
 from echelon.checkpoint import storage, typed_json
 from echelon.checkpoint.commit import PendingFolder, new_token
 from echelon.checkpoint.manifest import OBJECTS, is_part, manifest_blocks, rank_objects_file, tensors_file
@@ -284,9 +285,13 @@ def _encode_objects(
             raise CheckpointError(f"two tensors are named {name!r}", do="rename one of them")
         tensors[name] = tensor
 
-    # The first rank's shared objects are saved. On other ranks they are only checked.
+    def put_shard(name: str, tensor: torch.Tensor) -> None:
+        if is_dtensor(tensor):
+            put_tensor(name, tensor)
+
+    # The first rank's shared objects are saved. On other ranks they are only checked, but for their shards of tensors.
     shared = {
-        name: typed_json.encode(value, name=name, put_tensor=put_tensor if is_first else lambda *_: None)
+        name: typed_json.encode(value, name=name, put_tensor=put_tensor if is_first else put_shard)
         for name, value in content.objects.items()
     }
     of_rank = {

@@ -18,6 +18,22 @@ def state_name(index: int, parameter: str, key: str) -> str:
     return f"optimizers.{index}.{parameter}.{key}"
 
 
+def average_name(index: int, optimizer: int, parameter: str) -> str:
+    """Return the name that the average of a parameter of an optimizer has in a checkpoint."""
+    return f"averages.{index}.{optimizer}.{parameter}"
+
+
+def averages_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the names of the first averages of the weights, by the weights' names (each of the names of tied weights)."""
+    aliases = checkpoint.manifest.aliases
+    found: dict[str, str] = {}
+    for name in checkpoint.names():
+        if name.startswith("averages.0."):
+            weight = name.split(".", maxsplit=3)[3]
+            found[aliases.get(weight, weight)] = name
+    return {name: found[first] for name in checkpoint.names() if (first := aliases.get(name, name)) in found}
+
+
 def rest_of_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an optimizer's state dict has beside its groups and its state by parameter.
 

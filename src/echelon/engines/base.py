@@ -251,6 +251,10 @@ class Engine(ABC):
         """Return the optimizer whose ``step`` updates this rank's parameters or shards."""
         return optimizer
 
+    def free_gathered_weights(self) -> bool:
+        """Free the whole weights that a forward pass has gathered, before the caller changes the shards; return whether it may have."""
+        return False
+
     def keeps_buffers_equal(self, model: nn.Module) -> bool:
         """Return whether the ranks have equal buffers whenever the user's module inside ``model`` begins a training forward."""
         return False

@@ -119,6 +119,9 @@ class DelegatingEngine(Engine):
     def stepping_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return self.inner.stepping_optimizer(optimizer)
 
+    def free_gathered_weights(self) -> bool:
+        return self.inner.free_gathered_weights()
+
     def keeps_buffers_equal(self, model: nn.Module) -> bool:
         return self.inner.keeps_buffers_equal(model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import nn
 
 from echelon.accelerator.pipeline import Pipeline
+from echelon.accelerator.weight_average import WeightAverage
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.data_loaders import LoaderSource
@@ -178,6 +180,8 @@ class TrainerSession:
     """Tokens that were counted before the latest training run."""
     saved_steps: set[int] = field(default_factory=set)
     """Steps whose checkpoints the latest training run has saved, or has resumed from, in its output directory."""
+    average: WeightAverage | None = None
+    """The average of the weights in the running call (``ema_decay``, ``swa_start``)."""
     plan: TrainingPlan | None = None
     """What ``Trainer.set_initial_training_values`` has planned last."""
     own_attributes: frozenset[str] = frozenset()
@@ -192,6 +196,13 @@ class TrainerSession:
     """Whether a warning has named trained weights that belong to no adapter."""
     is_warned_of_other_state: bool = False
     """Whether a warning has named entries of the model's state dict that are not tensors."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights, if an average is kept.
+
+        Collective: enter on every rank if the engine shards parameters or optimizer state.
+        """
+        return nullcontext() if self.average is None else self.average.average_parameters()
 
     def update_size(self, args: TrainingArguments) -> UpdateSize:
         """Return the size of an update, which ``auto_find_batch_size`` may have changed."""

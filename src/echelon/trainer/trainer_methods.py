@@ -763,9 +763,10 @@ class TrainerMethods:
         accelerator, args = self.accelerator, self.args
         is_sharded = accelerator.capabilities.shards_parameters
         with (
+            self._session.averaged(),
             nullcontext()
             if _internal_call or is_sharded
-            else first_rank_saves(f"save_model {folder}", on_each_machine=args.save_on_each_node)
+            else first_rank_saves(f"save_model {folder}", on_each_machine=args.save_on_each_node),
         ):
             options = {"master_weights": True} if self._session.saves_master_weights else {}
             weights = accelerator.get_state_dict(self.model_wrapped, **options)

@@ -63,6 +63,7 @@ from echelon.trainer.training_setup import (
     check_quantized,
     checkpoint_argument,
     exact_train_loader,
+    new_average,
     prepare_optimizer,
 )
 
@@ -216,7 +217,13 @@ class TrainingRun:
     def _leave(self) -> None:
         self._trainer.is_in_train = False
         self._session.memory.cancel()
+        self._forget_average()
         self._trainer.accelerator.session.objects.forget_loader(self._trainer.callback_handler.train_dataloader)
+
+    def _forget_average(self) -> None:
+        if self._session.average is not None:
+            self._trainer.accelerator.session.objects.forget_average(self._session.average)
+            self._session.average = None
 
     # ---- its set-up --------------------------------------------------------------------------------------------------
 
@@ -313,6 +320,9 @@ class TrainingRun:
         """Implement ``Trainer._prepare_for_training``."""
         trainer, session = self._trainer, self._session
         prepare_optimizer(trainer, session.optimizer, max_steps)
+        session.average = new_average(trainer.args)
+        if session.average is not None:
+            trainer.accelerator.prepare(trainer.optimizer, session.average)
         trainer.callback_handler.train_dataloader = loader
         session.cursor.load_state_dict(TrainCursor().state_dict())
         self._start = ResumePoint() if self._resumed is None else self._resumed.load(loader, self._plan)
@@ -465,7 +475,11 @@ class TrainingRun:
         if args.load_best_model_at_end:
             warn_of_unsaved_best(args, trainer.state)
             if trainer.state.best_model_checkpoint is not None:
+                self._forget_average()  # the files of the best checkpoint hold the averaged weights of its step
                 trainer._load_best_model()
+        if self._session.average is not None:
+            self._session.average.copy_to_models()
+            self._forget_average()
         remove_last_checkpoint(args, trainer.state, resolve_path(args, run_dir))
         notify(trainer, "on_train_end")
         trainer._finish_current_push()

@@ -8,13 +8,13 @@ from typing import Any
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from echelon.accelerator import AcceleratedScheduler, DummyScheduler
+from echelon.accelerator import EMA, SWA, AcceleratedScheduler, DummyScheduler
 from echelon.accelerator.prepare.build_deepspeed import parameters_by_group
 from echelon.accelerator.update.scheduler import steps_with_metric
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
-from echelon.trainer.arguments.training_arguments import building_loader
+from echelon.trainer.arguments.training_arguments import TrainingArguments, building_loader
 from echelon.trainer.checkpoint.adapters import has_adapters
 from echelon.trainer.features.model_changes import prepare_pipeline, splits_layers
 from echelon.trainer.optim.optimizers import unwrapped
@@ -111,6 +111,16 @@ def exact_train_loader(trainer: TrainerMethods, batch_size: int) -> Any:
             )
         )
     return loader
+
+
+# ---- averages of the weights -----------------------------------------------------------------------------------------
+
+
+def new_average(args: TrainingArguments) -> EMA | SWA | None:
+    """Return the average of the weights that ``args`` requests."""
+    if args.ema_decay is not None:
+        return EMA(args.ema_decay, every=args.average_every)
+    return None if args.swa_start is None else SWA(args.swa_start, every=args.average_every)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -221,7 +221,7 @@ class Checkpoints:
         session.gradient_state.reading.metrics.check()
         if not is_alone():
             session.guard.compare_models("at save_state()")
-        with saving(session.progress.step):
+        with saving(session.progress.step), training_weights(session):
             if self._project.automatic_checkpoint_naming:  # rank zero may have saved alone
                 self._project.iteration = max(gather_object([self._project.iteration]))
             output_dir = _one_folder(output_dir, session.world, "save_state")
@@ -324,6 +324,12 @@ class Checkpoints:
         Collective: call on every rank.
         """
         session, objects, world = self._session, self._session.objects, self._world
+        if objects.averages:
+            raise UsageError(
+                _("a checkpoint in Accelerate's format cannot hold the {average}", average=objects.averages[0]),
+                where="save_state()",
+                do=_("remove checkpoint_format='accelerate' and safe_serialization=False"),
+            )
         models = self._bare_models()
         weights = [self._state_to_resume(model) for model in objects.models]
         state = collect_state(
@@ -403,6 +409,8 @@ class Checkpoints:
     def _load(self, input_dir: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]) -> Path:
         """Load a checkpoint, and return its folder."""
         session, objects = self._session, self._session.objects
+        for average in objects.averages:
+            average.require_not_applied("load_state()")
         self.store.wait()
         map_location = options.pop("map_location", None)
         allowed = Allowed(options.pop("allow_missing", ()), is_argument=not self.data_policy.is_of_trainer)
@@ -457,6 +465,15 @@ class Checkpoints:
                 )
                 for i, one in enumerate(self.custom_objects):
                     load_custom_state(one, folder, i)
+                for average in objects.averages:
+                    average.start_anew()
+                    warn(
+                        _(
+                            "{folder} has no averages of the weights, so the {average} starts with its weights",
+                            folder=folder,
+                            average=average,
+                        )
+                    )
             session.update.step = changes.get("step", session.update.step)
             session.restore_progress(changes.get("progress"))
         return folder
@@ -716,6 +733,15 @@ class Checkpoints:
     def _bare_models(self) -> list[nn.Module]:
         """Return the unwrapped models, which hooks receive, as in Accelerate."""
         return [self._unwrap_model()(model, keep_torch_compile=False) for model in self._session.objects.models]
+
+
+@contextmanager
+def training_weights(session: Session) -> Iterator[None]:
+    """Return a context in which the models have the weights of training, also where averages are applied."""
+    with ExitStack() as stack:
+        for average in session.objects.averages:
+            stack.enter_context(average.training_parameters())
+        yield
 
 
 def _add_hook(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:

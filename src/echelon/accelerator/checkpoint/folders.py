@@ -20,7 +20,7 @@ from echelon.checkpoint.plan import gather_json
 from echelon.checkpoint.read import Checkpoint, try_open
 from echelon.checkpoint.rotation import numbered
 from echelon.checkpoint.tensor_file import stored_tensors
-from echelon.checkpoint.tensor_names import model_prefix
+from echelon.checkpoint.tensor_names import averages_of, model_prefix
 from echelon.checkpoint.typed_json import read_json
 from echelon.config.variables import checkpoint_format as checkpoint_format
 from echelon.distributed.small_messages import gather_bytes
@@ -212,9 +212,9 @@ def same_on_all_ranks(text: str, *, within: timedelta) -> bool:
 
 
 def read_model_files(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's model state; tied weights appear under each of their names.
+    """Return a checkpoint's model state, for use; tied weights appear under each of their names.
 
-    The state is read from transformers' files or from echelon's own format.
+    The state is read from transformers' files or from echelon's own format. If that has an average of the weights, it is the average.
 
     Raises:
         UsageError: the checkpoint has no model weights.
@@ -224,7 +224,8 @@ def read_model_files(folder: Path) -> dict[str, Any]:
         checkpoint, prefix = Checkpoint(folder), model_prefix(0)
         names = [name for name in checkpoint.names() if name.startswith(prefix)]
         extra: dict[str, Any] = checkpoint.objects()["extra_states"][0]
-        return {name.removeprefix(prefix): checkpoint.read(name) for name in names} | extra
+        averages = averages_of(checkpoint)
+        return {name.removeprefix(prefix): checkpoint.read(averages.get(name, name)) for name in names} | extra
     files = weight_files(place_of(folder))
     if not files:
         raise UsageError(f"{folder} holds no model weights", do="pass the folder of a complete checkpoint")

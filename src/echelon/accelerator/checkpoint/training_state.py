@@ -30,13 +30,20 @@ from echelon.checkpoint.formats.optimizer_states import SavedStates, rests_in
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import box_of
 from echelon.checkpoint.save import Content
-from echelon.checkpoint.tensor_names import model_prefix, rest_of_state, state_keys, state_name, state_values
+from echelon.checkpoint.tensor_names import (
+    average_name,
+    model_prefix,
+    rest_of_state,
+    state_keys,
+    state_name,
+    state_values,
+)
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.tree import leaves
 from echelon.engines.base import Engine
 from echelon.engines.fsdp.pipeline_state import group_names
 from echelon.engines.quantized_weights import flat_state
-from echelon.engines.shards import address_of, local_as
+from echelon.engines.shards import address_of, local_as, local_tensors, shard_like
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
 _AT_ONCE_BYTES = 1 << 30
@@ -87,6 +94,7 @@ def content_of(
         own = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
         others |= {f"{model_prefix(i)}{name}" for name in state.keys() - own}
     names = names_of(models) | _names_of_copies(session)
+    tensors |= _averages(session, names, names_of(models))
     groups, values, rests = [], [], []
     for i, optimizer in enumerate(session.objects.optimizers):
         named = NamedOptimizer.of(optimizer, names, engine)
@@ -113,6 +121,11 @@ def content_of(
         "extra_states": extras,
         "optimizer_groups": groups,
         **({"optimizer_rests": rests} if any(rests) else {}),
+        **(
+            {"averages": [average.state(session.objects.optimizers) for average in session.objects.averages]}
+            if session.objects.averages
+            else {}
+        ),
         "schedulers": [scheduler.state_dict() for scheduler in session.objects.schedulers],
         "scaler": None if session.update.scaler is None else session.update.scaler.state_dict(),
         "orders": [loader.order_state() for loader in loaders],
@@ -187,7 +200,10 @@ def load_content(
     _load_loaders(session, checkpoint, loaders, orders, own or {}, changed=changed)
     for i, one in enumerate(custom_objects):
         if f"custom.{i}" in objects:
-            one.load_state_dict(objects[f"custom.{i}"])
+            state = objects[f"custom.{i}"]
+            one.load_state_dict(
+                _sharded_as(state, one.state_dict()) if session.capabilities.shards_parameters else state
+            )
     if own is not None and own.get("random") is not None:
         restore_random_states(own["random"])
     session.engine.share_random_states()
@@ -203,6 +219,19 @@ def load_content(
             )
         )
     return {"step": objects["accelerator"]["step"], "progress": checkpoint.manifest.progress}
+
+
+def _sharded_as(saved: Any, current: Any) -> Any:
+    """Return a registered object's ``saved`` state, with shards of the tensors that are sharded in its ``current`` state."""
+    if isinstance(saved, torch.Tensor) and is_dtensor(current):
+        return shard_like(saved, current)
+    if isinstance(saved, dict) and isinstance(current, Mapping):
+        for key in saved.keys() & current.keys():
+            saved[key] = _sharded_as(saved[key], current[key])
+    elif isinstance(saved, (list, tuple)) and isinstance(current, (list, tuple)) and len(saved) == len(current):
+        items = [_sharded_as(*pair) for pair in zip(saved, current)]
+        return tuple(items) if isinstance(saved, tuple) else items
+    return saved
 
 
 def _load_models_and_optimizers(
@@ -246,6 +275,7 @@ def _load_models_and_optimizers(
             _load_gathered_optimizer(checkpoint, optimizer, _numbered(optimizer, plans[i]), i, rest, engine=engine)
         else:
             _load_optimizer(checkpoint, optimizer, plans[i], i, rest)
+    _load_averages(session, checkpoint, objects.get("averages", ()), optimizers)
 
 
 # ---- pipelines -------------------------------------------------------------------------------------------------------
@@ -295,6 +325,7 @@ def _require_pieces(
         ("scheduler", "schedulers", len(objects["schedulers"]), len(session.objects.schedulers)),
         # An imported checkpoint does not record all loaders, and a script may prepare more of them later.
         ("loader", "loaders", min(facts.get("num_loaders", len(loaders)), len(loaders)), len(loaders)),
+        ("average", "averages of the weights", len(objects.get("averages", ())), len(session.objects.averages)),
         (
             "custom",
             "objects registered for checkpointing",
@@ -423,6 +454,72 @@ def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> to
         return checkpoint.read(name)
     _, box, _ = box_of(parameter)
     return local_as(checkpoint.read(name, box), parameter)
+
+
+# ---- averages of the weights -----------------------------------------------------------------------------------------
+
+
+def _averages(session: Session, names: Mapping[int, str], own: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """Return this rank's part of the averages, by their names in a checkpoint.
+
+    Args:
+        names: names of parameters by id, of tied weights the first one.
+        own: their names in this rank's models, under which those who load only the weights look for the average.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for i, average in enumerate(session.objects.averages):
+        for prepared, values in average.parts():
+            number = session.objects.optimizers.index(prepared)
+            named = NamedOptimizer.of(prepared, names, session.engine)
+            found |= {
+                average_name(i, number, each): local_as(values[id(parameter)], parameter)
+                for name, parameter in named.parameters
+                if id(parameter) in values
+                for each in (name, own.get(id(parameter), name))
+            }
+    return found
+
+
+def _load_averages(
+    session: Session,
+    checkpoint: Checkpoint,
+    saved: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[NamedOptimizer],
+) -> None:
+    """Load the averages that the checkpoint has; others start with the loaded weights."""
+    names = set(checkpoint.names())
+    if len(saved) > len(session.objects.averages):
+        kinds = ", ".join(state["kind"] for state in saved[len(session.objects.averages) :])
+        warn(
+            _(
+                "{folder} holds averages of the weights ({kinds}), which this run does not continue",
+                folder=checkpoint.folder,
+                kinds=kinds,
+            )
+        )
+    for i, average in enumerate(session.objects.averages):
+        if i >= len(saved):
+            average.start_anew()
+            warn(
+                _(
+                    "{folder} has no averages of the weights, so the {average} starts with its weights",
+                    folder=checkpoint.folder,
+                    average=average,
+                )
+            )
+            continue
+
+        def read(number: int, j: int, is_needed: bool, i: int = i) -> torch.Tensor | None:
+            name, parameter = optimizers[number].parameters[j]
+            full = average_name(i, number, name)
+            if full not in names:
+                return None
+            if not is_needed:
+                return parameter.new_empty(0)
+            (local,) = local_tensors([_read_like(checkpoint, full, parameter)])
+            return local
+
+        average.load(saved[i], session.objects.optimizers, read, source=checkpoint.folder)
 
 
 # ---- engines that gather their state ---

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from echelon.accelerator.update.scheduler import AcceleratedScheduler
+from echelon.accelerator.weight_average import WeightAverage
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import user_line, warn
@@ -29,7 +30,16 @@ __all__ = [
     "replace_prepared",
 ]
 
-_KNOWN = (nn.Module, Optimizer, LRScheduler, DataLoader, AcceleratedScheduler, DummyOptim, DummyScheduler)
+_KNOWN = (
+    nn.Module,
+    Optimizer,
+    LRScheduler,
+    DataLoader,
+    AcceleratedScheduler,
+    DummyOptim,
+    DummyScheduler,
+    WeightAverage,
+)
 
 
 def known_objects(

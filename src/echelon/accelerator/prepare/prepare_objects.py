@@ -26,6 +26,7 @@ from echelon.accelerator.session import Session
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.accelerator.update.scheduler import AcceleratedScheduler, steps_with_metric
 from echelon.accelerator.update.step_timing import time_forward
+from echelon.accelerator.weight_average import WeightAverage
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _
@@ -144,6 +145,17 @@ def _prepare_unprepared(
     for scheduler, inner in zip(schedulers, prepared.schedulers):
         objects.schedulers.append(_wrap_scheduler(session, inner))
         objects.record(scheduler, objects.schedulers[-1])
+    given_optimizers = [own for o, _ in found if (own := _prepared_optimizer(session, o)) is not None]
+    for average in [o for o, _place in new if isinstance(o, WeightAverage)]:
+        average.attach(given_optimizers or objects.optimizers, engine)
+        objects.averages.append(average)
+        objects.record(average, average)
+
+
+def _prepared_optimizer(session: Session, one: Any) -> AcceleratedOptimizer | None:
+    """Return the prepared optimizer of ``one``, itself prepared or not; None for objects of other types."""
+    prepared = session.objects.originals.get(id(one), (one, one))[1]
+    return prepared if isinstance(prepared, AcceleratedOptimizer) else None
 
 
 def _refuse_anothers(session: Session, one: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -32,6 +32,14 @@ class Clipping:
     max_norm: float
     gives_way: bool
     """Whether this is a default that is skipped if the training loop clips gradients."""
+
+
+class _StepObserver(Protocol):
+    """What follows the steps of an optimizer; see ``weight_average.py``."""
+
+    def before_step(self) -> None: ...
+
+    def after_step(self) -> None: ...
 
 
 @uncompiled_methods()
@@ -75,6 +83,8 @@ class AcceleratedOptimizer(Optimizer):
         self._recorder = recorder_of_process()
         if self._recorder is not None:
             self._recorder.leave_to_accelerator()
+        self.averages: list[_StepObserver] = []
+        """The averages of the weights that each step updates (``EMA``, ``SWA``)."""
         self.num_postponed = 0
         """Number of ``step`` calls that were postponed to the end of an accumulation window."""
         self.num_steps = 0
@@ -105,6 +115,8 @@ class AcceleratedOptimizer(Optimizer):
             self.num_postponed += 1
             self._is_postponed = True
             return None
+        for average in self.averages:
+            average.before_step()
         value, notes, direct = None, self._notes, self.direct_backward
         if closure is not None:
             self._require_closures()
@@ -121,6 +133,9 @@ class AcceleratedOptimizer(Optimizer):
         if direct is not None:
             self._used = direct.gradients_of(self.optimizer)
         self.num_steps += not self.step_was_skipped
+        if self.averages and not self.step_was_skipped:
+            for average in self.averages:
+                average.after_step()
         self._is_used = True
         if notes is not None:
             notes.step(self.num_steps, _TRAIN)
@@ -258,7 +273,7 @@ class AcceleratedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Both identify optimizers by id, which a copy does not share.
         none = dict.fromkeys(("guard", "direct_backward", "_recorder", "_notes"))
-        return {**self.__dict__, **none, "_used": NO_STEP}
+        return {**self.__dict__, **none, "_used": NO_STEP, "averages": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -402,6 +402,11 @@ class FSDP2Engine(Engine):
             if any(id(part.sharded_param) in owners for part in fsdp_params([root])):
                 reshard(root)
 
+    def free_gathered_weights(self) -> bool:
+        for root in self._roots.values():
+            reshard(root)
+        return True
+
     def _note_unsharded(self) -> None:
         """Note which shards the parameters replace that ``model.parameters()`` has between a forward and a backward pass."""
         for part in fsdp_params(self._roots.values()):
@@ -445,8 +450,7 @@ class FSDP2Engine(Engine):
         self._stepper.forget()
         roots = self._roots.values()
         clear_unreduced_gradients(roots, {id(part.sharded_param) for part in fsdp_params(roots)})
-        for root in roots:
-            reshard(root)
+        self.free_gathered_weights()
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
         if not unsynced:

@@ -203,6 +203,15 @@ class TrainingFields:
         None, ("Maximum number of batches per evaluation; a value below 1 is a fraction of all batches.")
     )
     stop_on_nan: bool = extra(False, "Raise at the first nonfinite loss or gradient, and name the tensor.")
+    ema_decay: float | None = extra(
+        None,
+        "Average the weights exponentially with this decay (such as 0.999); evaluations, model files and the trained model have the "
+        "averaged weights.",
+    )
+    swa_start: int | None = extra(
+        None, "Average the weights of all steps from this one on; they are used like those of ema_decay."
+    )
+    average_every: int = extra(1, "With ema_decay or swa_start: update the average after every N-th optimizer step.")
     checkpoint_format: str | None = extra(None, "Checkpoint format: echelon or transformers (default: echelon).")
     max_failed_saves: int = extra(3, "Stop training after this many consecutive failed saves.")
     save_on_exception: bool = extra(False, "Save a checkpoint when an error ends training.")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _
 from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy, SchedulerType
 from echelon.trainer.arguments.fields import TrainingFields
 from echelon.trainer.arguments.plugins import read_fsdp
@@ -142,6 +143,30 @@ def check_values(args: TrainingFields) -> None:
         )
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         _check_saved_when_evaluated(args)
+    _check_average(args)
+
+
+def _check_average(args: TrainingFields) -> None:
+    if args.ema_decay is not None and args.swa_start is not None:
+        raise ConfigError(
+            _("ema_decay and swa_start both define the average of the weights"),
+            where="TrainingArguments",
+            do=_("remove one of them"),
+        )
+    if args.ema_decay is None and args.swa_start is None:
+        if args.average_every != 1:
+            raise ConfigError(
+                _("average_every={every} has no effect without an average", every=args.average_every),
+                where="TrainingArguments.average_every",
+                do=_("set ema_decay or swa_start"),
+            )
+        return
+    if args.checkpoint_format == "transformers":
+        raise ConfigError(
+            _("a checkpoint in transformers' format cannot hold the average of the weights"),
+            where="TrainingArguments.checkpoint_format",
+            do=_("remove checkpoint_format='transformers', or ema_decay and swa_start"),
+        )
 
 
 def _check_saved_when_evaluated(args: TrainingFields) -> None:

@@ -57,6 +57,9 @@ _WORDS = MappingProxyType({"true": True, "false": False})
 _INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 
 
+_NOT_NEEDED = ("average",)  # a run may begin to average the weights, or end it, which the Accelerator says
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
     """The position in the training data at which a run starts."""
@@ -372,9 +375,9 @@ class ResumedTraining:
         try:
             with accelerator.checkpoints.use_data_policy(own.policy):
                 if own.resumes_loader:
-                    accelerator.resume(self._folder)
+                    accelerator.resume(self._folder, allow_missing=_NOT_NEEDED)
                 else:
-                    accelerator.load_state(self._folder)
+                    accelerator.load_state(self._folder, allow_missing=_NOT_NEEDED)
         finally:
             hook.remove()
         if own.schedule is not None:

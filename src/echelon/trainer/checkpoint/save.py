@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,9 @@ class CheckpointWriter:
 
     def _save_own(self, folder: Path) -> bool:
         accelerator = self._trainer.accelerator
+        averaged = self._averaged_weights()
         if self._trainer.args.save_only_model:
-            weights = self._weights()
+            weights = self._weights() if averaged is None else averaged
             content = Content(progress=accelerator.session.progress.to_json())
             pending = PendingCheckpoint(
                 target=folder,
@@ -83,7 +85,7 @@ class CheckpointWriter:
                 on_each_node=accelerator.project_configuration.save_on_each_node,
             )
             return accelerator.checkpoints.store.save(pending)
-        hook = accelerator.register_save_state_pre_hook(self._before_save)
+        hook = accelerator.register_save_state_pre_hook(partial(self._before_save, averaged))
         try:
             accelerator.save_state(folder)
         finally:
@@ -138,9 +140,34 @@ class CheckpointWriter:
             return accelerator.get_state_dict(model)
         return accelerator.get_state_dict(model, master_weights=True)
 
-    def _before_save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        """Write the files that other programs read; if they hold all weights, the checkpoint omits them."""
+    def _averaged_weights(self) -> dict[str, Any] | None:
+        """Return a copy of the state dict with the averaged weights on the saving rank; None without an average.
+
+        Collective: call on every rank if the engine shards parameters or optimizer state.
+        """
+        if self._session.average is None:
+            return None
+        copies: dict[Any, torch.Tensor] = {}  # tied weights stay one
+        with self._session.averaged():
+            state = self._trainer.accelerator.get_state_dict(self._trainer.model_wrapped) or {}
+            if not self._trainer.args.should_save:
+                return {}
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[name] = copies.setdefault((value.data_ptr(), value.shape, value.stride()), value.clone())
+        return state
+
+    def _before_save(
+        self, averaged: dict[str, Any] | None, models: list[nn.Module], weights: list[Any], output_dir: str
+    ) -> None:
+        """Write the files that other programs read; if they hold all weights, the checkpoint omits them.
+
+        The files hold the ``averaged`` weights if there are any, and the checkpoint those of training.
+        """
         folder, state = Path(output_dir), weights[0]
+        if averaged is not None:
+            self._write_beside(averaged, folder)
+            return
         self._write_beside(state, folder)
         if self._trainer.args.should_save and (self._files_hold_training(state) or _holds_weights(folder, state)):
             del weights[0]

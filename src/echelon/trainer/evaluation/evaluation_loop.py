@@ -50,7 +50,8 @@ def measure_evaluation(
     dataloader = build_loader()
     start = time.time()
     try:
-        output = trainer.evaluation_loop(dataloader, **options)
+        with session.averaged():
+            output = trainer.evaluation_loop(dataloader, **options)
     finally:
         trainer.accelerator.session.objects.forget_loader(dataloader)
     output.metrics.update(_speed(trainer, session, options["metric_key_prefix"], start, output.num_samples))
