@@ -51,6 +51,7 @@ FILES = {
     "ranks_resume": "ranks/trainer/test_trainer_resume.py",
     "ranks_meshes": "ranks/trainer/test_trainer_meshes.py",
     "ranks_averages": "ranks/trainer/test_trainer_averages.py",
+    "ranks_spikes": "ranks/trainer/test_spike_guard.py",
     "ranks_sharded": "ranks/distributed/test_already_sharded.py",
     "ranks_verify": "ranks/accelerator/test_live_check.py",
     "speed": "unit/accelerator/test_speed.py",

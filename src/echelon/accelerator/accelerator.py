@@ -126,6 +126,9 @@ class Accelerator(ProcessMembers):
         log_with: trackers for ``log``: names, ``"all"``, or ``GeneralTracker`` objects (docs/tracking.md).
         project_dir: folder for automatically named checkpoints and trackers.
         project_config: names and limits of the checkpoints in that folder, as a ``ProjectConfiguration``.
+        spike_guard: what to do if an update's loss is a spike or not finite: ``warn``, or ``skip`` the update
+            (docs/spike_guard.md). None: losses are not watched.
+        spike_factor: how many standard deviations above the median a loss must be to count as a spike. None: 10.
 
     Collective: construct on every rank, because the first Accelerator creates the process group.
 
@@ -166,6 +169,8 @@ class Accelerator(ProcessMembers):
         verify_every: int | None = None,
         verify_action: str | None = None,
         master_weights: str | None = None,
+        spike_guard: str | None = None,
+        spike_factor: float | None = None,
     ) -> None:
         for name, value in {"torch_tp_plugin": torch_tp_plugin, "megatron_lm_plugin": megatron_lm_plugin}.items():
             if value is not None:
@@ -185,6 +190,8 @@ class Accelerator(ProcessMembers):
             "verify_every": verify_every,
             "verify_action": verify_action,
             "master_weights": master_weights,
+            "spike_guard": spike_guard,
+            "spike_factor": spike_factor,
         }
         plugin = gradient_accumulation_plugin
         config = resolve_settings(mixed_precision, gradient_accumulation_steps, cpu, plugin, more=settings)
@@ -344,7 +351,7 @@ class Accelerator(ProcessMembers):
 
     gradient_accumulation_steps: int = view("gradient_state.num_steps", "Micro-batches per update.", is_settable=True)
     optimizer_step_was_skipped: bool = view(
-        "session.objects.step_was_skipped", "Whether loss scaling skipped any optimizer's last step."
+        "session.objects.step_was_skipped", "Whether loss scaling or ``spike_guard`` skipped any optimizer's last step."
     )
     trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
     update_loss = delegate(UpdatePolicy.update_loss, "session.update")

@@ -140,6 +140,16 @@ class VerificationError(EchelonError, RuntimeError):
     """
 
 
+class LossSpikeError(EchelonError, RuntimeError):
+    """``spike_guard`` dropped many updates in a row, and the losses do not come back to their former level.
+
+    Causes: an update before the first of them has spoiled the weights; the learning rate is too high; the data has changed, so that
+        higher losses are normal.
+    Do: resume from a checkpoint before the step that the message names, with ``spike_guard="rollback"`` (Trainer) or a lower learning
+        rate; if the losses are as expected, use ``spike_guard="warn"`` or a larger ``spike_factor``.
+    """
+
+
 class MissingExtraError(EchelonError, ImportError):
     """A required optional dependency, or torch, is not installed.
 

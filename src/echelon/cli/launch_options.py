@@ -199,7 +199,7 @@ GROUPS: Mapping[str, Sequence[click.Option]] = MappingProxyType(
         "Training": (
             *_settings(
                 "engine=NAME mixed_precision master_weights gradient_accumulation_steps parity max_micro_batch_size "
-                "canonical_shards speed verify_every verify_action allow_changed_data"
+                "canonical_shards speed verify_every verify_action spike_guard spike_factor allow_changed_data"
             ),
         ),
         "Sharding with FSDP's settings": (

@@ -98,7 +98,10 @@ KEYS = (
         *("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation"),
     ),
     *(Key(field=field) for field in ("parity", "max_micro_batch_size", "canonical_shards", "verify_every")),
-    *(Key(field=field) for field in ("verify_action", "speed", "seed", "allow_changed_data")),
+    *(
+        Key(field=field)
+        for field in ("verify_action", "spike_guard", "spike_factor", "speed", "seed", "allow_changed_data")
+    ),
     Key(field="debug", variable="ACCELERATE_DEBUG_MODE"),
     *_keys(
         "fsdp_config",

@@ -116,6 +116,12 @@ class RunConfig:
     """Check every N-th update of a live run against the update that one process makes with the same batch. Default: never."""
     verify_action: Literal["stop", "warn"] | None = None
     """What to do if an update that ``verify_every`` checks differs: raise an error on every process, or warn. Default: ``stop``."""
+    spike_guard: Literal["warn", "skip", "rollback"] | None = None
+    """What to do with an update whose loss is a spike, NaN or infinite: warn, drop the update (``skip``), or drop the update that
+    caused it, also if that is the one before (``rollback``, only with the Trainer). Default: losses are not watched."""
+    spike_factor: float = 10.0
+    """A loss is a spike if it exceeds the median of the last 64 losses by this many standard deviations, which are estimated as
+    1.4826 times the median absolute deviation."""
     speed: Literal["safe", "max", "off"] = "safe"
     """Faster ways of computing the same updates: ``safe`` uses only those that are bit-equal to the plain loop, ``max`` also those
     that round differently (bf16 autocast, fused kernels), ``off`` none (docs/speed.md)."""

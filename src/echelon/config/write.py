@@ -29,6 +29,8 @@ _OWN = (
     "canonical_shards",
     "verify_every",
     "verify_action",
+    "spike_guard",
+    "spike_factor",
     "seed",
     "allow_changed_data",
 )

@@ -74,6 +74,8 @@ def build_accelerator(args: TrainingArguments, build_arguments: Callable[..., di
     is_exact = args.parity not in (None, "off")
     if accelerator.parity != "off" and not is_exact:  # set outside the script, as is the micro-batch size
         accelerator.gradient_accumulation_steps = args.gradient_accumulation_steps
+    if accelerator.session.update.spikes is not None:
+        accelerator.session.update.spikes.is_driven = True
     if args.ddp_find_unused_parameters is None:
         search_silently(accelerator.session)
     if args.tf32 is not None:
@@ -111,6 +113,8 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
         verify_every=args.verify_every,
         verify_action=args.verify_action,
         master_weights=args.master_weights,
+        spike_guard=args.spike_guard,
+        spike_factor=args.spike_factor,
         max_micro_batch_size=(args.max_micro_batch_size or args.train_batch_size) if is_exact else None,
         **settings,
     )

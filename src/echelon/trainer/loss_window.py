@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ _PENDING = 512
 def _no_losses() -> torch.Tensor:
     """Return four zeros: the sum and number of finite losses, then the number and sum of all losses."""
     return torch.zeros(4, dtype=torch.float64)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else list(value) if isinstance(value, list) else value
 
 
 class MeanLoss:
@@ -58,6 +63,15 @@ class MeanLoss:
     def last(self, count: int) -> list[torch.Tensor]:
         """Return the incomplete update's last ``count`` losses."""
         return self._pending[-count:]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state of this object, for ``return_to``."""
+        return {name: _copied(value) for name, value in vars(self).items()}
+
+    def return_to(self, snapshot: Mapping[str, Any]) -> None:
+        """Restore what ``snapshot`` returned."""
+        for name, value in snapshot.items():
+            setattr(self, name, _copied(value))
 
     def drop_open_step(self) -> None:
         """Drop the losses of an incomplete update that will not be completed."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ from echelon.accelerator.memory import clear_device_cache
 from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.tracking import record_hyperparameters
+from echelon.accelerator.update.spike_guard import UpdatePosition
 from echelon.accelerator.update.step_timing import record_planned_steps
 from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
@@ -50,6 +53,7 @@ from echelon.trainer.features.model_changes import (
     set_up_model,
 )
 from echelon.trainer.features.nonfinite import NonFiniteError, checked_forward, first_bad
+from echelon.trainer.features.spike_guard import SpikeResponse
 from echelon.trainer.loss_window import MeanLoss
 from echelon.trainer.optim.optimizers import set_optimizer_mode
 from echelon.trainer.results import TrainOutput, speed_metrics
@@ -361,6 +365,11 @@ class TrainingRun:
         cursor.batch_size, cursor.world_size = self._plan.batch_size, accelerator.session.num_readers
         cursor.parity, cursor.canonical_shards = accelerator.parity, accelerator.config.value.canonical_shards
         cursor.is_within_update = False
+        guard = accelerator.session.update.spikes
+        self._spikes = (
+            None if guard is None else SpikeResponse(trainer, guard, losses=self._losses, cursor=self._cursor)
+        )
+        self._saves_again = False  # whether the step that is taken again was saved
         session.loop = self
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -557,7 +566,7 @@ class TrainingRun:
             batches: the epoch's batches.
             checkpoint: restore this checkpoint's RNG states after the batches are read.
         """
-        trainer, model, losses = self._trainer, self._trainer.model_wrapped, self._losses
+        trainer, losses = self._trainer, self._losses
         get, device = trainer.get_batch_samples, trainer.accelerator.device
         wanted, num_left = self._accumulation_steps, self._plan.batches_per_epoch - self._cursor.num_batches
         planned = min(wanted, num_left) if num_left > 0 else wanted
@@ -577,12 +586,12 @@ class TrainingRun:
         last = len(group) - 1
         if self._prepares_update:
             self._prepare_update(group)
+        if self._spikes is not None:
+            self._spikes.begin_update()
+        # The training step may change a batch.
+        held = [copy.copy(inputs) for inputs in group] if self._spikes is not None and self._spikes.can_undo else []
         for i, inputs in enumerate(group):
-            if i < last and not self._syncs_each_batch:  # gradients are synchronized in the last pass only
-                with trainer.accelerator.no_sync(model):
-                    losses.add(self._train_on(inputs, num_items))
-            else:
-                losses.add(self._train_on(inputs, num_items))
+            self._train_one(inputs, num_items, is_last=i == last)
             if i < last:
                 control = notify(trainer, "on_substep_end")
                 if control.should_epoch_stop or control.should_training_stop:
@@ -591,8 +600,22 @@ class TrainingRun:
                     self._zero_grad()
                     self._is_update_abandoned = True
                     return True
-        self._step(group, num_batches=len(group))
+
+        def repeat() -> None:
+            for i, inputs in enumerate(held):
+                self._train_one(inputs, num_items, is_last=i == last)
+
+        self._finish_update(group, num_batches=len(group), repeat=repeat)
         return True
+
+    def _train_one(self, inputs: Any, num_items: Any, *, is_last: bool) -> None:
+        """Run the passes of one batch of an update; gradients are synchronized in the last one only."""
+        trainer = self._trainer
+        if is_last or self._syncs_each_batch:
+            self._losses.add(self._train_on(inputs, num_items))
+            return
+        with trainer.accelerator.no_sync(trainer.model_wrapped):
+            self._losses.add(self._train_on(inputs, num_items))
 
     def _exact_update(self, batches: Any, checkpoint: str | None) -> bool:
         """Take one optimizer step with the loader's micro-batches; return False if there are none.
@@ -602,6 +625,9 @@ class TrainingRun:
         trainer, model, accelerator = self._trainer, self._trainer.model_wrapped, self._trainer.accelerator
         trainer.current_gradient_accumulation_steps = 1  # losses are weighted by samples or labels instead
         group: list[Any] = []
+        driver, spikes = accelerator.session.update.driver, self._spikes
+        assert driver is not None
+        held: list[tuple[Any, Any, Any]] = []  # batches, their numbers of items and their shares, to compute again
         while not group or not accelerator.sync_gradients:
             if group:
                 notify(trainer, "on_substep_end")
@@ -615,11 +641,31 @@ class TrainingRun:
                 notify(trainer, "on_step_begin")
             if self._prepares_update:
                 self._prepare_update([accelerator.trim_for_metrics(inputs) for inputs in group])
+            if spikes is not None and accelerator.progress.micro_step <= 1:
+                spikes.begin_update()
+            if spikes is not None and spikes.can_undo:
+                held.append((copy.copy(group[0]), num_items, driver.contribution()))
             with accelerator.accumulate(model):
                 self._train_on(group[0], num_items)
-        self._losses.add(torch.tensor(accelerator.update_loss(), dtype=torch.float64))
-        self._step(group, num_batches=1)
+        self._add_exact_loss()
+
+        def repeat() -> None:
+            for inputs, num_items, contribution in held:
+                driver.repeat_micro_step(contribution)
+                with accelerator.accumulate(model):
+                    self._train_on(inputs, num_items)
+            self._add_exact_loss()
+
+        self._finish_update(group, num_batches=1, repeat=repeat)
         return True
+
+    def _add_exact_loss(self) -> None:
+        """Add the loss of the update, the same on all ranks. Collective."""
+        accelerator = self._trainer.accelerator
+        loss = accelerator.update_loss()
+        self._losses.add(torch.tensor(loss, dtype=torch.float64))
+        if self._spikes is not None:
+            self._spikes.guard.set_loss(loss)
 
     def _prepare_update(self, group: list[Any]) -> None:
         """Count an update's tokens and empty the memory cache if the arguments request it.
@@ -651,15 +697,63 @@ class TrainingRun:
         self._trainer.model.train()
         set_optimizer_mode(self._trainer.optimizer, "train")
 
+    def _finish_update(self, group: list[Any], *, num_batches: int, repeat: Callable[[], None]) -> None:
+        """Clip the gradients of an update and step, unless ``spike_guard`` drops it.
+
+        Args:
+            group: its batches; in the exact modes, the last one.
+            num_batches: number of batches that it adds to the position.
+            repeat: computes its gradients again.
+        """
+        trainer = self._trainer
+        if self._session.interface.counts_flops:
+            trainer.current_flos += sum(float(trainer.floating_point_ops(inputs)) for inputs in group)
+        if self._spikes is None:
+            self._clip()
+            self._step(group, num_batches=num_batches)
+            return
+        norm, step = self._grad_norm, trainer.state.global_step
+        self._clip()
+        position = None
+        if not self._is_exact:
+            first = self._cursor.num_batches
+            position = UpdatePosition(epoch=self._cursor.epoch, numbers=range(first, first + num_batches))
+
+        def repeat_and_clip() -> None:
+            repeat()
+            self._clip()
+
+        is_kept = self._spikes.settle(position, repeat=repeat_and_clip)
+        is_undone = trainer.state.global_step < step
+        if self._plan.ends_with_data and (is_undone or not is_kept):
+            trainer.state.max_steps -= 1
+        if is_kept:
+            # The checkpoint of a step that was undone contains it.
+            self._saves_again = is_undone and self._last_saved_step == step
+            self._step(group, num_batches=num_batches)
+            return
+        self._grad_norm = norm
+        self._advance(num_batches)
+
+    def _clip(self) -> None:
+        trainer = self._trainer
+        if trainer.args.max_grad_norm:
+            self._grad_norm = trainer._clip_grad_norm(trainer.model_wrapped)
+
+    def _advance(self, num_batches: int) -> None:
+        """Move the position behind the batches of an update that is complete or was dropped."""
+        state, cursor = self._trainer.state, self._cursor
+        cursor.num_batches += num_batches
+        cursor.is_read = self._batches.is_known_to_be_over
+        state.epoch = cursor.epoch + min(cursor.num_batches / self._plan.batches_per_epoch, 1.0)
+        if self._trainer.args.save_on_exception:
+            self._record_boundary()
+
     def _step(self, group: list[Any], *, num_batches: int) -> None:
         """Step the optimizer and the scheduler, then log, evaluate, save and stop as requested."""
         trainer, cursor = self._trainer, self._cursor
         args, state, model, losses = trainer.args, trainer.state, trainer.model_wrapped, self._losses
-        if self._session.interface.counts_flops:
-            trainer.current_flos += sum(float(trainer.floating_point_ops(inputs)) for inputs in group)
         optimizer = trainer.optimizer
-        if args.max_grad_norm:
-            self._grad_norm = trainer._clip_grad_norm(model)
         # Without clipping, the default would compute a norm, which is logged only if an override asks for it.
         if is_overridden(trainer, "_get_grad_norm"):
             self._grad_norm = trainer._get_grad_norm(model, grad_norm=self._grad_norm if args.max_grad_norm else None)
@@ -687,13 +781,11 @@ class TrainingRun:
         state.global_step += 1
         if is_beyond and state.global_step >= state.max_steps:
             state.max_steps = state.global_step + 1  # so that callbacks do not stop training yet
-        cursor.num_batches += num_batches
-        cursor.is_read = self._batches.is_known_to_be_over
-        state.epoch = cursor.epoch + min(cursor.num_batches / self._plan.batches_per_epoch, 1.0)
-        if args.save_on_exception:
-            self._record_boundary()
+        self._advance(num_batches)
         self._is_stepping = False
         notify(trainer, "on_step_end")
+        if self._saves_again:
+            trainer.control.should_save, self._saves_again = True, False
         self._end_step()
         self._stop_if_preempted(is_new_step=True)
 

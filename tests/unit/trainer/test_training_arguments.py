@@ -44,6 +44,8 @@ OWN: dict[str, Any] = {
     "verify_every": None,
     "speed": None,
     "verify_action": None,
+    "spike_guard": None,
+    "spike_factor": None,
     "already_sharded": None,
     "allow_changed_data": False,
     "log_throughput": False,

@@ -129,6 +129,7 @@ def content_of(
         "schedulers": [scheduler.state_dict() for scheduler in session.objects.schedulers],
         "scaler": None if session.update.scaler is None else session.update.scaler.state_dict(),
         "orders": [loader.order_state() for loader in loaders],
+        **({} if session.update.spikes is None else {"spike_guard": session.update.spikes.state_dict()}),
         **{f"custom.{i}": one.state_dict() for i, one in enumerate(custom_objects)},
     }
     config = session.config
@@ -197,6 +198,8 @@ def load_content(
         scheduler.load_state_dict(state)
     if session.update.scaler is not None and objects["scaler"] is not None:
         session.update.scaler.load_state_dict(objects["scaler"])
+    if session.update.spikes is not None and "spike_guard" in objects:
+        session.update.spikes.load_state_dict(objects["spike_guard"])
     _load_loaders(session, checkpoint, loaders, orders, own or {}, changed=changed)
     for i, one in enumerate(custom_objects):
         if f"custom.{i}" in objects:

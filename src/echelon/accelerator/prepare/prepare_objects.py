@@ -147,7 +147,7 @@ def _prepare_unprepared(
         objects.record(scheduler, objects.schedulers[-1])
     given_optimizers = [own for o, _ in found if (own := _prepared_optimizer(session, o)) is not None]
     for average in [o for o, _place in new if isinstance(o, WeightAverage)]:
-        average.attach(given_optimizers or objects.optimizers, engine)
+        average.attach(given_optimizers or objects.optimizers, session.engine)
         objects.averages.append(average)
         objects.record(average, average)
 
@@ -339,8 +339,11 @@ def _add_optimizer(session: Session, optimizer: Any, inner: Optimizer) -> None:
         guard=session.guard,
         world=session.update.loss_world,
         direct_backward=session.direct_backward,
+        spikes=session.update.spikes,
     )
     session.objects.optimizers.append(prepared)
+    if session.update.spikes is not None:
+        session.update.spikes.begin()
     session.guard.add_prepared(inner)
     session.objects.record(optimizer, prepared)
     record_object("optimizer", *optimizer_facts(optimizer if isinstance(optimizer, Optimizer) else inner))

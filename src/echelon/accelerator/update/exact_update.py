@@ -197,6 +197,16 @@ class ExactUpdate(PassDriver[PreparedLoader]):
             self._check_steps()
         self._open_micro_step(contribution)
 
+    def repeat_micro_step(self, contribution: Contribution) -> None:
+        """Start a micro-step again, after ``UpdatePolicy.drop_update``, to train a batch that its loader has yielded before.
+
+        Repeat all micro-steps of the update, in their order. The counters of ``progress`` count the samples again.
+        """
+        lead = self._update_loaders.lead
+        assert lead is not None
+        lead.contribution = contribution
+        self._open_micro_step(contribution)
+
     def _open_micro_step(self, contribution: Contribution) -> None:
         if contribution.micro_step > 0 and not self._is_mid_update:
             raise UsageError(

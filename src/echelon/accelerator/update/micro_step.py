@@ -115,7 +115,7 @@ def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: boo
     Collective: enter on every process.
 
     Raises:
-            UsageError: one of ``joinables`` was not prepared (checked on several processes).
+            UsageError: one of ``joinables`` was not prepared (checked on several processes), or ``spike_guard`` is set.
 
     Examples:
         >>> with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -133,6 +133,12 @@ def join_uneven_inputs(session: Session, joinables: list[Any], even_batches: boo
             "join_uneven_inputs() got objects that were not prepared by this Accelerator: "
             f"{', '.join(type(one).__name__ for one in unknown)}",
             do="pass the models that prepare() returned",
+        )
+    if session.update.spikes is not None:
+        raise UsageError(
+            "join_uneven_inputs() cannot be used with spike_guard, which compares the loss of each update over all ranks",
+            where=str(session.config.origins["spike_guard"]),
+            do="remove spike_guard, or use even_batches=True without join_uneven_inputs()",
         )
     before = [(loader, loader.even_batches) for loader in objects.loaders]
     if even_batches is not None:

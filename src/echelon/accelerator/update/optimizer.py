@@ -25,6 +25,14 @@ from echelon.world.world import World
 _OPTIMIZER, _TRAIN = Phase.OPTIMIZER, Phase.TRAIN  # looking up a member of an enum takes a tenth of a microsecond
 
 
+class StepCheck(Protocol):
+    """Decides whether the update whose gradients have been computed is applied (``spike_guard``)."""
+
+    def allows_step(self, optimizer: Optimizer, *, unsynced: bool) -> bool:
+        """Return whether ``optimizer`` may step. Collective: call on every rank."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipping:
     """DeepSpeed's ``gradient_clipping``, applied by echelon for engines that do not clip themselves."""
@@ -61,6 +69,7 @@ class AcceleratedOptimizer(Optimizer):
         guard: UnpreparedOptimizerGuard | None = None,
         world: World | None = None,
         direct_backward: DirectBackwardCheck | None = None,
+        spikes: StepCheck | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups, state and hooks belong to the wrapped optimizer.
         self.optimizer = optimizer
@@ -70,11 +79,12 @@ class AcceleratedOptimizer(Optimizer):
         self.clipping = clipping
         self.guard = guard
         self.direct_backward = direct_backward
+        self.spikes = spikes
         self.is_clipped = False
         """Whether the training loop has clipped this update's gradients."""
         self.unsynced = False
         self.step_was_skipped = False
-        """Whether loss scaling skipped the last step because of infinite gradients."""
+        """Whether loss scaling skipped the last step because of infinite gradients, or ``spike_guard`` dropped the update."""
         self._is_used = False  # a step has used the current gradients
         self._is_postponed = False  # a step() was postponed to the end of the window, and so is the next zero_grad()
         self._closures = Closures(gradient_state, world)
@@ -88,7 +98,7 @@ class AcceleratedOptimizer(Optimizer):
         self.num_postponed = 0
         """Number of ``step`` calls that were postponed to the end of an accumulation window."""
         self.num_steps = 0
-        """Number of steps taken, excluding steps that loss scaling skipped."""
+        """Number of steps taken, excluding those that were skipped."""
 
     state: Any = view("optimizer.state", "State of the wrapped optimizer.", is_settable=True)
     param_groups: Any = view("optimizer.param_groups", "Parameter groups of the wrapped optimizer.", is_settable=True)
@@ -104,10 +114,11 @@ class AcceleratedOptimizer(Optimizer):
         Returns:
             The closure's value, if any; at the end of an update, the mean over its micro-steps and ranks.
 
-        Collective: call on every rank with a closure or if the step guard reduces gradients.
+        Collective: call on every rank with a closure, with ``spike_guard``, or if the step guard reduces gradients.
 
         Raises:
-            UsageError: the closure cannot behave as in a plain loop (docs/parity.md).
+            UsageError: the closure cannot behave as in a plain loop (docs/parity.md), or ``spike_guard`` cannot judge the update.
+            LossSpikeError: ``spike_guard`` dropped too many updates in a row.
         """
         if not self.gradient_state.sync_gradients:
             if closure is not None:
@@ -127,7 +138,12 @@ class AcceleratedOptimizer(Optimizer):
                 direct.before_step(self.optimizer, self._used)
             if self.clipping is not None:
                 self._clip(self.clipping)
-            self.step_was_skipped = not self._step_by_engine(None)
+            if self.spikes is not None and not self.spikes.allows_step(self, unsynced=self.unsynced):
+                self.step_was_skipped = True
+                self.engine.drop_update()
+                self.engine.zero_grad(self.optimizer)
+            else:
+                self.step_was_skipped = not self._step_by_engine(None)
         else:
             value = self._step_by(closure)
         if direct is not None:
@@ -176,6 +192,12 @@ class AcceleratedOptimizer(Optimizer):
                 f"the {self.engine.capabilities.name} engine does not support {kind}.step(closure)",
                 where="optimizer.step(closure)",
                 do="call backward() and step() without a closure, or use the ddp or fsdp2 engine",
+            )
+        if self.spikes is not None:
+            raise UsageError(
+                f"{kind}.step(closure) cannot be used with spike_guard, because the optimizer changes the weights before the loss is known",
+                where="spike_guard, optimizer.step(closure)",
+                do="call backward() and step() without a closure, or remove spike_guard",
             )
         if self.scaler is not None or self.engine.capabilities.owns_loss_scaling:
             raise UsageError(
@@ -272,7 +294,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Both identify optimizers by id, which a copy does not share.
-        none = dict.fromkeys(("guard", "direct_backward", "_recorder", "_notes"))
+        none = dict.fromkeys(("guard", "direct_backward", "spikes", "_recorder", "_notes"))
         return {**self.__dict__, **none, "_used": NO_STEP, "averages": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

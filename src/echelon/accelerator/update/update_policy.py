@@ -15,6 +15,7 @@ from echelon.accelerator.epochs import Epochs
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
 from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
+from echelon.accelerator.update.spike_guard import SpikeGuard
 from echelon.accelerator.update.step_timing import begin_backward
 from echelon.accelerator.update.update_parts import UpdateParts
 from echelon.base.errors import UsageError
@@ -22,6 +23,7 @@ from echelon.base.keywords import unexpected_keyword
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import user_line, warn
 from echelon.data.exact.exact_batches import ExactOptions
+from echelon.data.global_batch_slices import Contribution
 from echelon.distributed.record.recorder import recorder_of_process
 from echelon.status.notes import notes_of_process
 
@@ -56,6 +58,8 @@ class UpdatePolicy:
         self.averages_gradients = driver is None or driver.split.averages_gradients
         """Whether the engine averages gradients across ranks; otherwise it sums them."""
         self.window = parts.build_window() if driver is None else driver.window
+        self.spikes = None if parts.config.value.spike_guard is None else SpikeGuard(parts, driver)
+        """Watches the losses (``spike_guard``)."""
         self.step = 0
         """Number of micro-batches so far; like Accelerate's counter, it restarts at the end of a loader."""
         self.accumulating: tuple[nn.Module, ...] | None = None
@@ -171,6 +175,7 @@ class UpdatePolicy:
         state, driver, inside = self.state, self.driver, self.accumulating is not None
         scale: float | None = None
         factor = 1.0
+        contribution: Contribution | None = None
         if state.sync_gradients and self.data_world.world_size > 1:
             self.require_every_rank("backward()")
         if driver is not None:
@@ -190,6 +195,8 @@ class UpdatePolicy:
         if driver is not None:
             driver.before_backward()
         self._backpropagate(loss, scale, kwargs, num_items)
+        if self.spikes is not None and not state.in_closure:
+            self.spikes.add_loss(loss, _num_items_of(contribution) if num_items is None else num_items)
         if driver is not None:
             driver.after_backward()
         if factor != 1.0:
@@ -286,6 +293,8 @@ class UpdatePolicy:
         )
         if self._recorder is not None:
             self._recorder.set_norm(norm)
+        if self.spikes is not None:
+            self.spikes.set_norm(norm)
         return norm
 
     def unfinished_grad_norm(self, parameters: Any, norm_type: float) -> torch.Tensor:
@@ -357,6 +366,8 @@ class UpdatePolicy:
         self.engine.drop_update()
         if self.driver is not None:
             self.driver.drop_update()
+        if self.spikes is not None:
+            self.spikes.forget_losses()
 
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint must store in addition to progress."""
@@ -367,6 +378,10 @@ class UpdatePolicy:
         """Compare with what ``record`` returned when ``folder`` was saved, in any mode."""
         if self.driver is not None and self.driver.split.environment is not None and saved:
             self.driver.split.environment.require(saved, folder)
+
+
+def _num_items_of(contribution: Contribution | None) -> float | None:
+    return None if contribution is None else contribution.num_items
 
 
 def _as_iterable(parameters: Any, operation: str) -> Iterable[torch.Tensor]:

@@ -134,6 +134,16 @@ class IndexedExactSource(ExactSource):
     def num_steps(self, plan: PassPlan) -> int:
         return self.batches.num_steps(plan)
 
+    def dataset_indices(self, epoch: int, positions: range) -> tuple[int, ...] | None:
+        if not self.batches.order.is_seekable:  # known on the rank that draws the order
+            return None
+        found: list[int] = []
+        for _batch, indices in self.batches.order.batches(epoch, positions.start):
+            found += indices
+            if len(found) >= len(positions):
+                break
+        return tuple(found[: len(positions)])
+
     def lengths(self) -> tuple[int, int]:
         """Return the number of samples and the number of global batches in a pass; -1 means unknown."""
         return self.batches.order.num_samples(), self.batches.order.num_batches()

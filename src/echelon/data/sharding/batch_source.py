@@ -79,6 +79,10 @@ class BatchSource(ABC):
         Collective: call on every rank if ranks share an order or a reader.
         """
 
+    def dataset_indices(self, epoch: int, positions: range) -> tuple[int, ...] | None:
+        """Return the indices in the dataset of the samples at ``positions`` in the order of an epoch; None if they are not known."""
+        return None
+
     @abstractmethod
     def num_steps(self, plan: PassPlan) -> int:
         """Return the number of steps in a full pass on this rank; only the exact modes use ``plan``.

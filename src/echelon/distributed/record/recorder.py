@@ -270,6 +270,11 @@ class ProcessRecorder:
             text = _("resumed at step {step}", step=step)
             self._write(EVENTS_FILE, {"kind": "resume", "rank": 0, "step": step, **event_texts(text)})
 
+    def spike(self, text: str, *, step: int, facts: Mapping[str, Any]) -> None:
+        """Record, on rank 0, that ``spike_guard`` has acted on the update of ``step``."""
+        if known_rank() in (None, 0):
+            self._write(EVENTS_FILE, {"kind": "spike", "rank": None, "step": step, **event_texts(text), **facts})
+
     def _write(self, file: str, line: dict[str, Any]) -> None:
         if self._is_off:
             return

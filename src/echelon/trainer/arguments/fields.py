@@ -231,6 +231,12 @@ class TrainingFields:
     )
     speed: str | None = extra(None, "Faster ways of computing the same updates: 'safe' (default), 'max' or 'off'.")
     verify_action: str | None = extra(None, "If such a check fails: 'stop' the training (default), or 'warn'.")
+    spike_guard: str | None = extra(
+        None, "If an update's loss is a spike or not finite: 'warn', 'skip' the update, or 'rollback' what caused it."
+    )
+    spike_factor: float | None = extra(
+        None, "Standard deviations above the median of the last losses at which a loss is a spike (default: 10)."
+    )
     already_sharded: str | None = extra(  # no bool: transformers' argument parser accepts one type and None
         None, "Datasets that are already sharded by process: True (all), 'train', 'eval' or False (default: detected)."
     )

@@ -1,0 +1,50 @@
+"""The rule of ``spike_guard``: median, deviation, warm-up and the limit for losses that hardly vary."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from echelon import Accelerator
+
+
+def _spikes(losses: list[float], factor: float | None = None) -> list[int]:
+    """Return the indices of the losses at which a loop with these losses takes no step."""
+    accelerator = Accelerator(cpu=True, spike_guard="skip", spike_factor=factor)
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    model = nn.ParameterList([weight])
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD([weight], lr=1.0))
+    skipped = []
+    for i, loss in enumerate(losses):
+        accelerator.backward((model[0] * 0.0).sum() + loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped += [i] if optimizer.step_was_skipped else []
+    return skipped
+
+
+# 33 losses of 1 to 33: the median is 17, the median absolute deviation 8, the limit 17 + factor * 1.4826 * 8.
+_EVEN = [float(1 + i * 10 % 33) for i in range(33)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "factor", "expected"),
+    [
+        ([*_EVEN, 17 + 10 * 1.4826 * 8 + 0.01], None, [33]),
+        ([*_EVEN, 17 + 10 * 1.4826 * 8 - 0.01], None, []),
+        ([*_EVEN, 17 + 2 * 1.4826 * 8 + 0.01], 2.0, [33]),
+        ([2.0] * 15 + [100.0], None, []),  # during the warm-up
+        ([2.0] * 16 + [2.19, 2.21, 100.0], None, [17, 18]),  # ten times one percent of the median
+        ([2.0, math.nan, 2.0, -math.inf], None, [1, 3]),
+        ([-1.0] * 16 + [-0.95, -0.85], None, [17]),
+        ([50.0] * 40 + [1.0] * 64 + [2.0], None, [104]),  # only the last 64 count
+        ([1.0] * 20 + [100.0, 1.0, 100.0], None, [20, 22]),  # a loss that was dropped is not compared with
+    ],
+)
+def test_a_loss_far_above_the_median_of_those_before_is_a_spike(
+    losses: list[float], factor: float | None, expected: list[int]
+) -> None:
+    assert _spikes(losses, factor) == expected
