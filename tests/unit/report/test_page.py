@@ -158,6 +158,7 @@ def test_dark_colors_follow_the_system_and_the_switch(browser: Browser, page: Pa
 @pytest.mark.soak
 def test_a_mouse_zooms_all_plots(browser: Browser, page: Path) -> None:
     browser.open(page)
+    browser.run("document.getElementById('plot-loss').scrollIntoView({block: 'center', behavior: 'instant'})")
     box = browser.run(
         "(({x, y, width, height}) => [x, y, width, height])(document.querySelector('#plot-loss .u-over').getBoundingClientRect())"
     )
