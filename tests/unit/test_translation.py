@@ -70,6 +70,48 @@ def test_no_message_is_an_f_string_or_inside_of_one() -> None:
     assert wrong == []
 
 
+# Modules that are loaded without echelon, or whose warnings concern who repairs Python.
+_ENGLISH_WARNINGS = frozenset({"base/fork_repair.py"})
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_no_warning_stays_english(path: Path) -> None:
+    if path.relative_to(SOURCE).as_posix() not in _ENGLISH_WARNINGS:
+        assert _english_warnings(path.read_text()) == []
+
+
+def test_an_english_warning_is_found() -> None:
+    source = 'warn("a b")\nwarnings.warn(f"a {b}", stacklevel=2)\nlogger.warning("a %s", b)\n_logger.error("a b")\n'
+    assert _english_warnings(source) == [1, 2, 3, 4]
+    assert (
+        _english_warnings(
+            'warn(_("a {b}", b=b))\nlogger.warning(N_("a %s"), b)\nlogger.info("a b")\nlogger.warning("%s", b)'
+        )
+        == []
+    )
+
+
+def _english_warnings(source: str) -> list[int]:
+    """Return the lines that warn with a text that is written there and is not marked for translation."""
+    found = []
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call) and call.args and _warns(call.func):
+            text = call.args[0]
+            is_text = isinstance(text, ast.Constant) and " " in str(text.value)
+            found += [call.lineno] * (is_text or (isinstance(text, ast.JoinedStr) and " " in ast.unparse(text)))
+    return found
+
+
+def _warns(function: ast.expr) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id in ("warn", "warn_here")
+    is_logger = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
+    return is_logger and (function.value.id, function.attr) in {  # type: ignore[union-attr]
+        ("warnings", "warn"),
+        *((name, level) for name in ("logger", "_logger") for level in ("warning", "error")),
+    }
+
+
 def test_no_comprehension_that_translates_has_a_variable_of_that_name() -> None:
     """ruff reports all others: F402, F823."""
     wrong = []

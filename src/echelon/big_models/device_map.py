@@ -10,7 +10,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
-from echelon.base.messages.translation import gettext as _
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.big_models.device_memory import get_max_memory
 from echelon.big_models.module_sizes import (
@@ -66,8 +66,10 @@ def infer_auto_device_map(
     planner = _Planner(model, memory, list(no_split_module_classes or []), dtype, special_dtypes, verbose=verbose)
     if check_tied_parameters_in_config(model) and not planner.tied:
         _logger.warning(
-            "the configuration of %s ties weights, but the model's weights are not tied; call model.tie_weights() "
-            "before infer_auto_device_map()",
+            N_(
+                "the configuration of %s ties weights, but the model's weights are not tied; call model.tie_weights() "
+                "before infer_auto_device_map()"
+            ),
             type(model).__name__,
         )
     while planner.pending:

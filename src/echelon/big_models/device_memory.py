@@ -12,6 +12,7 @@ from echelon.base.device import free_memory
 from echelon.base.errors import UsageError
 from echelon.base.limits import room_for_memory
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.big_models.module_sizes import compute_module_sizes, get_module_leaves
 from echelon.compat.byte_sizes import convert_file_size_to_int
 
@@ -44,7 +45,7 @@ def get_max_memory(max_memory: MutableMapping[Any, Any] | None = None) -> dict[i
         )
     present = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if absent := [number for number in numbers if not 0 <= number < present]:
-        _logger.warning("max_memory has budgets for accelerators %s, but this machine has only %d", absent, present)
+        _logger.warning(N_("max_memory has budgets for accelerators %s, but this machine has only %d"), absent, present)
     order: list[int | str] = [*numbers, *_OTHERS]
     return {at: sizes[at] for at in order if at in sizes}
 

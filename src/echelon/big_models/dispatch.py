@@ -12,6 +12,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.big_models.align_devices import (
     AlignDevicesHook,
     attach_align_device_hook,
@@ -169,8 +170,10 @@ def dispatch_model(
         _guard_moves(model)
         if len([at for at in devices if at not in _OFFLOADED]) > 1 and not check_cuda_p2p_ib_support():
             _logger.warning(
-                "the driver of these RTX 40 GPUs is older than 550.40.07 and may corrupt data sent between GPUs; "
-                "update the driver"
+                N_(
+                    "the driver of these RTX 40 GPUs is older than 550.40.07 and may corrupt data sent between GPUs; "
+                    "update the driver"
+                )
             )
     else:
         model.to(as_device(devices[0]))
@@ -254,7 +257,9 @@ def _guard_moves(model: Any) -> None:
                 )
             if target is not None:
                 _logger.warning(
-                    "%s was placed on devices by dispatch_model(), and %s() moves it, so its hooks may no longer match",
+                    N_(
+                        "%s was placed on devices by dispatch_model(), and %s() moves it, so its hooks may no longer match"
+                    ),
                     type(model).__name__,
                     name,
                 )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.big_models.align_devices import align_module_device, has_offloaded_params
 from echelon.big_models.offload_store import OffloadedWeightsLoader
 from echelon.big_models.set_tensor import set_module_tensor_to_device
@@ -37,7 +38,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
                 else:
                     found[prefix + name] = value.to("cpu") if isinstance(value, torch.Tensor) else value
     if without := sorted(missing - set(found)):
-        _logger.warning("%s are not in the state dict, because they are on the meta device", ", ".join(without))
+        _logger.warning(N_("%s are not in the state dict, because they are on the meta device"), ", ".join(without))
     order = {name: at for at, name in enumerate(model.state_dict())}
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 

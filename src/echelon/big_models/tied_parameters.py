@@ -10,6 +10,7 @@ from torch import nn
 
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 
 _logger = get_logger(__name__)
 
@@ -56,7 +57,7 @@ def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], d
         places = {name: device_of(name, device_map) for name in names}
         if len(set(places.values())) > 1:
             _logger.warning(
-                "the device map spreads tied parameters across several devices, so each device gets a copy: %s",
+                N_("the device map spreads tied parameters across several devices, so each device gets a copy: %s"),
                 places,
             )
 

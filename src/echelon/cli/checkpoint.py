@@ -162,10 +162,11 @@ def export(path: str, out: str, layout: str) -> None:
         has_state = (checkpoint.folder / TRAINER_STATE).exists()
     click.echo(_("wrote {out}", out=out))
     if layout == "transformers" and not has_state:
-        click.echo(
-            f"note: its {TRAINER_STATE} sets the logging, evaluation and saving intervals to 500 steps. A resumed Trainer "
-            "reads these intervals from this file, not from its arguments; edit the file to change them."
+        text = N_(
+            "note: its {file} sets the logging, evaluation and saving intervals to 500 steps. A resumed Trainer reads these "
+            "intervals from this file, not from its arguments; edit the file to change them."
         )
+        click.echo(_(text, file=TRAINER_STATE))
 
 
 @command.command("import")

@@ -14,7 +14,8 @@ from typing import Any
 import click
 
 from echelon.base.errors import ConfigError, LaunchError
-from echelon.base.messages.translation import gettext as _
+from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.launch.schedulers.kubernetes import PodJob, objects, token_secret
 from echelon.launch.schedulers.slurm_script import BatchJob, batch_script
 from echelon.launch.script import Script, check
@@ -269,16 +270,16 @@ def kubernetes(ctx: click.Context, /, script: str, args: tuple[str, ...], **flag
         return
     _show(text, flags["output"])
     if job.nodes > 1:
-        click.echo(
-            f"echelon: the machines read the 'token' key of Secret {job.secret}; create it with --apply, or with: "
-            f"echelon token FILE; kubectl create secret generic {job.secret} --from-file=token=FILE",
-            err=True,
+        text = N_(
+            "the machines read the 'token' key of Secret {secret}; create it with --apply, or with: echelon token FILE; kubectl "
+            "create secret generic {secret} --from-file=token=FILE"
         )
+        say(_(text, secret=job.secret))
 
 
 def _apply(job: PodJob, text: str) -> None:
     where = [] if job.namespace is None else ["--namespace", job.namespace]
-    advice = "where kubectl can reach the cluster, or omit --apply to print the manifest"
+    advice = _("where kubectl can reach the cluster, or omit --apply to print the manifest")
     if job.nodes > 1:
         there = _run(
             ["kubectl", "get", "secret", job.secret, *where, "--ignore-not-found", "--output=name"], "", advice

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.data.exact.exact_batches import ExactOptions
 from echelon.data.global_batch_slices import Contribution, PassPlan
 from echelon.distributed.checks.ungathered_metrics import UngatheredMetricsCheck
@@ -165,7 +166,7 @@ class ActiveLoaders(Generic[Loader]):
         self.last_trained: Loader | None = None
         """The loader that has yielded the latest batch of a training pass; its last batches may be trained after the pass."""
         self.metrics = UngatheredMetricsCheck(
-            "use accelerator.reduce(total) after the loop, or gather_for_metrics(...) inside it"
+            N_("use accelerator.reduce(total) after the loop, or gather_for_metrics(...) inside it")
         )
         self.driver: PassDriver[Loader] | None = None
         self.tracker: PassTracker[Loader] | None = None

@@ -33,7 +33,7 @@ _NUM_LISTED = 8
 _EVERY_RANK = N_(
     "call it on every rank, in the same order, outside `if accelerator.is_main_process:` and similar conditions{end}"
 )
-_UNTIL_GONE_ON = (
+_UNTIL_GONE_ON = N_(
     "they arrive, come to another operation that needs all ranks, or end. If they wait for this rank in another way (recv(), a file), "
     "call it on every rank"
 )
@@ -333,14 +333,14 @@ class _BarrierCall:
             do=_("check these ranks' logs: the ranks may hang elsewhere, need more time, or have exited"),
         )
 
-    def _log_reminder(self, late: Mapping[int, str], waited_s: float, *, until: str = "they arrive") -> None:
+    def _log_reminder(self, late: Mapping[int, str], waited_s: float, *, until: str = N_("they arrive")) -> None:
         if self._rank == min(set(self._ranks) - set(late)):
             _logger.warning(
-                "%s at %s has waited %.0f s for %s and continues when %s",
+                N_("%s at %s has waited %.0f s for %s and continues when %s"),
                 self._operation,
                 self._call_site,
                 waited_s,
                 "; ".join(f"rank {rank} ({place})" for rank, place in late.items()),
-                until,
+                _(until),
                 all_ranks=True,
             )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import DesyncError
+from echelon.base.messages.translation import gettext as _
 from echelon.config.sources import is_debug
 from echelon.distributed import collectives
 from echelon.distributed.alone import is_alone
@@ -112,7 +113,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     if not any(each.is_nested for each in leaves(tensor)):
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
     warnings.warn(
-        "nested tensors are not padded, because they have no single size per dimension",
+        _("nested tensors are not padded, because they have no single size per dimension"),
         CannotPadNestedTensorWarning,
         stacklevel=2,
     )

@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.distributed.stores import base_store, common_store, store_of
 from echelon.status.call_site import call_site_of_thread
 
@@ -217,7 +218,7 @@ def _server_of(store: dist.Store) -> socket.socket | None:
         return socket.create_connection((store.host, store.port), timeout=_STORE_LIMIT.total_seconds())
     except OSError as error:
         _logger.warning(
-            "cannot connect to the store, so other ranks cannot query this rank's position: %s",
+            N_("cannot connect to the store, so other ranks cannot query this rank's position: %s"),
             error,
             all_ranks=True,
         )

@@ -23,6 +23,8 @@ from typing import Any, NoReturn, final
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from echelon.base.messages.terminal import say
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.distributed.peer_responder import Watcher, responder_store
 from echelon.distributed.stores import common_store
 from echelon.status.board import Slot
@@ -215,20 +217,20 @@ class _StopAgreement:
                 self._follow(words, deadline)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             if not self._is_over:
-                _exit_now(f"the other ranks did not answer ({type(error).__name__})")
+                _exit_now(_("the other ranks did not answer ({kind})", kind=type(error).__name__))
 
     def _lead(self, slots: _LocalSlots | _StoreSlots) -> None:
         coordinator = BarrierCoordinator(slots, _GRACE_S)
         while (outcome := coordinator.poll()) is BarrierOutcome.PENDING and not self._is_over:
             time.sleep(_POLL_S)
         if outcome is BarrierOutcome.LATE:
-            _exit_now("not all ranks reached the same step")
+            _exit_now(_("not all ranks reached the same step"))
 
     def _follow(self, words: dist.Store, deadline: float) -> None:
         rank, shown = dist.get_rank(), ""
         while not self._is_over and self._slot.command != command_word(StopCommand.END):
             if time.monotonic() > deadline + _POLL_S:
-                _exit_now("not all ranks reached the same step")
+                _exit_now(_("not all ranks reached the same step"))
             number = 0
             if words.check(["command"]):
                 number, self._slot.command = json.loads(words.get("command"))
@@ -283,12 +285,11 @@ class _StoreSlots:
 
 def _exit_now(why: str) -> NoReturn:
     """Exit the process because its main thread has not stopped within the grace period."""
-    print(
-        f"echelon: {why} within {_GRACE_S:g} s of the stop signal. The process exits with code {EXIT_CODE}, and the next run "
-        "resumes from the last checkpoint",
-        file=sys.stderr,
-        flush=True,
+    text = N_(
+        "{why} within {seconds:g} s of the stop signal. The process exits with code {code}, and the next run resumes from the "
+        "last checkpoint"
     )
+    say(_(text, why=why, seconds=_GRACE_S, code=EXIT_CODE))
     sys.stdout.flush()
     # From a thread, sys.exit() ends only the thread, and the main thread hangs, so that Python could not end either.
     os._exit(EXIT_CODE)

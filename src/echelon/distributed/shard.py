@@ -38,7 +38,7 @@ from echelon.distributed.structure import ignorant_find_batch_size
 
 logger = get_logger(__name__)
 METRICS: Final = UngatheredMetricsCheck(
-    'use total = echelon.distributed.reduce(total, "sum") after the loop, or gather() in it'
+    N_('use total = echelon.distributed.reduce(total, "sum") after the loop, or gather() in it')
 )
 """The check that covers all loaders that ``shard()`` has returned in this process."""
 T = TypeVar("T")

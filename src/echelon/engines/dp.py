@@ -90,11 +90,17 @@ class DPEngine(DelegatingEngine):
             )
             return
         warn(
-            f"the dp engine copies the model to {count} devices in each step, runs them in threads that share Python's "
-            "interpreter lock, uses more time and memory on the first device, and is limited to one machine. The ddp engine with "
-            f"one process per device (echelon launch --num_processes {count} {script}) is faster and avoids these problems; see "
-            "docs/data_parallel.md. To use one device, set engine='single'. A model that returns its loss returns one value per "
-            "device, and the mean of these values is backpropagated, regardless of the number of samples on each device."
+            _(
+                "the dp engine copies the model to {count} devices in each step, runs them in threads "
+                "that share Python's interpreter lock, uses more time and memory on the first device, "
+                "and is limited to one machine. The ddp engine with one process per device (echelon "
+                "launch --num_processes {count} {script}) is faster and avoids these problems; see "
+                "docs/data_parallel.md. To use one device, set engine='single'. A model that returns its "
+                "loss returns one value per device, and the mean of these values is backpropagated, "
+                "regardless of the number of samples on each device.",
+                count=count,
+                script=script,
+            )
         )
 
     def build_sharded_update(

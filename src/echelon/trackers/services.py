@@ -15,6 +15,7 @@ from typing import Any
 
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.optional import is_available, require
 from echelon.config.variables import library_flag, library_variable
 from echelon.trackers.base import GeneralTracker, on_main_process
@@ -118,7 +119,7 @@ class TensorBoardTracker(_ServiceTracker):
             elif isinstance(value, dict):
                 self.writer.add_scalars(name, value, global_step=step, **kwargs)
             else:
-                self._dropped.warn_once(name, value, "a number, a string or a dict of numbers")
+                self._dropped.warn_once(name, value, _("a number, a string or a dict of numbers"))
         self.writer.flush()
 
     @on_main_process
@@ -237,7 +238,7 @@ class CometMLTracker(_ServiceTracker):
             elif isinstance(value, dict):
                 self.writer.log_metrics(value, step=step, **kwargs)
             else:
-                self._dropped.warn_once(name, value, "a number, a string or a dict of numbers")
+                self._dropped.warn_once(name, value, _("a number, a string or a dict of numbers"))
 
     @on_main_process
     def finish(self) -> None:
@@ -297,7 +298,7 @@ class ClearMLTracker(_ServiceTracker):
         reporter = self.task.get_logger()
         for name, value in plain(values).items():
             if not is_number(value):
-                self._dropped.warn_once(name, value, "a number")
+                self._dropped.warn_once(name, value, _("a number"))
             elif step is None:
                 reporter.report_single_value(name=name, value=value, **kwargs)
             else:
@@ -386,7 +387,7 @@ class DVCLiveTracker(_ServiceTracker):
             if plots.Metric.could_log(value):
                 self.live.log_metric(name, value, **kwargs)
             else:
-                self._dropped.warn_once(name, value, "a number or a string")
+                self._dropped.warn_once(name, value, _("a number or a string"))
         self.live.next_step()
 
     @on_main_process
@@ -440,7 +441,7 @@ class MLflowTracker(_ServiceTracker):
         mlflow = self._library()
         found = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
         if len(found) > 1:
-            _logger.warning("%d MLflow experiments are named %r; using the first", len(found), self.experiment_name)
+            _logger.warning(N_("%d MLflow experiments are named %r; using the first"), len(found), self.experiment_name)
         location = None if self.logging_dir is None else os.fspath(self.logging_dir)
         experiment_id = (
             found[0].experiment_id
@@ -469,7 +470,8 @@ class MLflowTracker(_ServiceTracker):
         kept: list[tuple[str, Any]] = []
         for name, value in plain(hide_secrets(values)).items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
-                self._dropped.warn_once(name, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
+                limit = limits.MAX_PARAM_VAL_LENGTH
+                self._dropped.warn_once(name, value, _("parameters of at most {number} characters", number=limit))
             else:
                 kept.append((name, value))
         size = limits.MAX_PARAMS_TAGS_PER_BATCH
@@ -484,7 +486,7 @@ class MLflowTracker(_ServiceTracker):
             if is_number(value):
                 metrics[name] = value
             else:
-                self._dropped.warn_once(name, value, "a number")
+                self._dropped.warn_once(name, value, _("a number"))
         self._library().log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 
 _SECRET = re.compile(
     r"(^|[_\-. ])(password|passwd|passphrase|secrets?|credentials?|bearer)([_\-. ]|$)"
@@ -34,7 +35,11 @@ class DroppedValues:
         if name not in self._warned:
             self._warned.add(name)
             _logger.warning(
-                "%s accepts %s; %r is of type %s and is not logged", self._library, accepted, name, type(value).__name__
+                N_("%s accepts %s; %r is of type %s and is not logged"),
+                self._library,
+                accepted,
+                name,
+                type(value).__name__,
             )
 
 

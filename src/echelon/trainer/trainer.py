@@ -18,7 +18,7 @@ from echelon.base.errors import UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.base.lengths import length_of
 from echelon.base.logging import get_logger
-from echelon.base.messages.translation import gettext as _
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import IntervalStrategy
 from echelon.trainer.arguments.training_arguments import TrainingArguments, has_fixed_devices, set_num_devices
@@ -198,8 +198,10 @@ class Trainer(TrainerMethods):
         strategy = self.args.train_sampling_strategy
         if strategy in ("group_by_length", "batch_rebalance") and isinstance(self.train_dataset, IterableDataset):
             logger.warning(
-                "train_sampling_strategy=%r is ignored, because an IterableDataset determines the order of its samples "
-                "itself",
+                N_(
+                    "train_sampling_strategy=%r is ignored, because an IterableDataset determines the order of its samples "
+                    "itself"
+                ),
                 strategy,
             )
         batch_metrics = self.args.batch_eval_metrics and self.compute_metrics is not None

@@ -838,7 +838,10 @@ class TrainerMethods:
             # A warning is visible by default: the model is no longer that of the last step.
             name = self.args.metric_for_best_model
             logger.warning(
-                "the model now has the weights of the best checkpoint: %s (%s %s)", best, name, self.state.best_metric
+                N_("the model now has the weights of the best checkpoint: %s (%s %s)"),
+                best,
+                name,
+                self.state.best_metric,
             )
             folder = best_folder(self.args, self._session.output_dir(self.args), best)
             require_whole(self.accelerator.world, folder)
@@ -848,7 +851,7 @@ class TrainerMethods:
         """Log which weights are missing from or unexpected in a checkpoint."""
         for name in ("missing_keys", "unexpected_keys"):
             if keys := getattr(load_result, name):
-                logger.warning("the checkpoint has %s: %s", name.replace("_", " "), ", ".join(map(str, keys)))
+                logger.warning(N_("the checkpoint has %s: %s"), name.replace("_", " "), ", ".join(map(str, keys)))
 
     def _load_callback_state(self) -> None:
         """Restore the callbacks from ``state.stateful_callbacks`` if the arguments request it."""
@@ -1191,17 +1194,26 @@ def _warn_of_ignored_items(trainer: TrainerMethods) -> None:
     if num_batches * num_ranks == 1:
         return
     if trainer.compute_loss_func is not None and not overrides:
-        who, do = "compute_loss_func", "Divide the sum of its losses by num_items_in_batch, or remove this parameter."
+        who = "compute_loss_func"
+        do = _("Divide the sum of its losses by num_items_in_batch, or remove this parameter.")
     else:
         model = type(trainer.model).__name__
         who = f"{type(trainer).__name__}.compute_loss" if overrides else f"{model}.forward"
-        do = (
-            f"Divide the sum of its losses by num_items_in_batch, or set {model}.accepts_loss_kwargs = False if it returns "
-            "a mean."
+        do = _(
+            "Divide the sum of its losses by num_items_in_batch, or set {model}.accepts_loss_kwargs = False if it returns "
+            "a mean.",
+            model=model,
         )
-    parts = [f"{num_batches} batches of an update"] if num_batches > 1 else []
-    parts += [f"{num_ranks} processes"] if num_ranks > 1 else []
+    parts = [_("{number} batches of an update", number=num_batches)] if num_batches > 1 else []
+    parts += [_("{number} processes", number=num_ranks)] if num_ranks > 1 else []
     warn(
-        f"{who} accepts num_items_in_batch, the number of labels in the whole update, but does not use it, so its loss counts "
-        f"{num_batches * num_ranks} times in the gradients and in the logs ({' x '.join(parts)}), as in transformers. {do}"
+        _(
+            "{who} accepts num_items_in_batch, the number of labels in the whole update, but does "
+            "not use it, so its loss counts {number} times in the gradients and in the logs "
+            "({parts}), as in transformers. {do}",
+            who=who,
+            number=num_batches * num_ranks,
+            parts=" x ".join(parts),
+            do=do,
+        )
     )

@@ -949,22 +949,22 @@ class TrainingRun:
         accelerator, step = self._trainer.accelerator, self._trainer.state.global_step
         why = None
         if self._is_stepping:
-            why = "the error occurred during the optimizer step"
+            why = _("the error occurred during the optimizer step")
         elif not step or self._last_saved_step == step:
             return  # nothing to save, or already saved
         elif accelerator.num_processes > 1 and not same_on_all_ranks(
             f"step {step}: {type(error).__name__}", within=_TIMEOUT
         ):
-            why = "the other ranks did not fail with the same error in this step"
+            why = _("the other ranks did not fail with the same error in this step")
         if why is not None:
-            logger.error("%s: cannot save a checkpoint of step %d: %s", type(error).__name__, step, why)
+            logger.error(N_("%s: cannot save a checkpoint of step %d: %s"), type(error).__name__, step, why)
             return
         try:
             self._save_last_step()
         except Exception as problem:  # noqa: BLE001 - the caller raises the original error
             logger.error(N_("saving a checkpoint of step %d failed: %s"), step, problem)
         else:
-            logger.error("%s: saved a checkpoint of step %d", type(error).__name__, step)
+            logger.error(N_("%s: saved a checkpoint of step %d"), type(error).__name__, step)
 
     def _save_last_step(self) -> None:
         """Save a checkpoint of the state after the last completed step. Collective: call on every rank."""
@@ -997,8 +997,9 @@ class TrainingRun:
         trainer, step = self._trainer, self._trainer.state.global_step
         if is_needed:
             self._save()
-        how = "saved a checkpoint" if trainer.accelerator.checkpoints.store.is_saved else "could not save a checkpoint"
-        logger.warning("stopping after a signal: %s of step %d of %d", how, step, self._plan.max_steps)
+        is_saved = trainer.accelerator.checkpoints.store.is_saved
+        how = _("saved a checkpoint") if is_saved else _("could not save a checkpoint")
+        logger.warning(N_("stopping after a signal: %s of step %d of %d"), how, step, self._plan.max_steps)
         if not trainer.args.enable_jit_checkpoint or trainer.args.save_on_signal:
             raise Preempted
         self._is_ending = trainer.control.should_training_stop = True

@@ -280,7 +280,9 @@ def test_data_that_is_no_loader_is_a_warning_on_several_processes(kind: str) -> 
     first, second = run_on_ranks(_prepare, kind, "off", world_size=2)
     ((text, line),) = first[0]
     assert line == marked_line(__file__, "PREPARE")
-    assert f"argument 3 of prepare(), a {DATA[kind][1]}, unchanged: each of the 2 processes reads all of it" in text
+    assert (
+        f"argument 3 of prepare(), a {DATA[kind][1]}, stays unchanged: each of the 2 processes reads all of it" in text
+    )
     assert "pass a DataLoader" in text
     assert "do not pass this object to prepare()" in text
     assert second[0] == []
@@ -290,7 +292,7 @@ def test_data_that_is_no_loader_is_a_warning_on_several_processes(kind: str) -> 
 def test_data_that_is_no_loader_is_an_error_in_an_exact_mode() -> None:
     for said, text, _ in run_on_ranks(_prepare, "generator", "exact", world_size=2):
         assert said == []
-        assert "argument 3 of prepare(), a generator, unchanged" in text
+        assert "argument 3 of prepare(), a generator, stays unchanged" in text
         assert marked_line(__file__, "PREPARE") in text
 
 

@@ -217,7 +217,14 @@ class CheckpointStore:
                 f"{number} consecutive checkpoints could not be written; the last error was:\n{error.what}",
                 do=f"{error.do}. The process exits with code {EXIT_CODE}; the launcher may report a different one",
             ) from error
-        warn(f"{error.what}\n  Training continues ({number} of at most {limit} failures in a row).")
+        warn(
+            _(
+                "{what}\n  Training continues ({number} of at most {limit} failures in a row).",
+                what=error.what,
+                number=number,
+                limit=limit,
+            )
+        )
 
 
 def no_folder_error(function: str, *, do: str) -> UsageError:

@@ -256,9 +256,13 @@ class Checkpoints:
             if names := trained_outside_state_dict(model):
                 self._is_warned_of_weights_left_out = True
                 warn(
-                    f"{shortened(names)} are trained, but {type(model).__name__}.state_dict() does not return them, so "
-                    "checkpoints do not hold them, and a resumed run continues without their training. Let state_dict() "
-                    "return them"
+                    _(
+                        "{names} are trained, but {kind}.state_dict() does not return them, so checkpoints do "
+                        "not hold them, and a resumed run continues without their training. Let state_dict() "
+                        "return them",
+                        names=shortened(names),
+                        kind=type(model).__name__,
+                    )
                 )
 
     def _is_left_to_rank_zero(self, operation: str) -> bool:
@@ -619,7 +623,8 @@ class Checkpoints:
                 do=_("pass the folder of another checkpoint; to start over, set another project_dir"),
             )
         if skipped:
-            warn(f"loading {found}; newer checkpoints are incomplete and were skipped:\n{skipped}")
+            text = N_("loading {found}; newer checkpoints are incomplete and were skipped:\n{skipped}")
+            warn(_(text, found=found, skipped=skipped))
         return found
 
     def save_model(

@@ -356,7 +356,7 @@ def _require_pieces(
             )
         raise CheckpointError(
             _("{folder} contains {wrong}", folder=checkpoint.folder, wrong="; ".join(wrong)),
-            do=f"{advice}; {_(START_OVER)}",
+            do=_("{advice}; {start_over}", advice=advice, start_over=_(START_OVER)),
         )
 
 

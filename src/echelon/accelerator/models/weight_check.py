@@ -101,7 +101,7 @@ def require_model_of_checkpoint(
                 kind=type(model).__name__,
                 found=found,
             ),
-            do=f"{advice}; {_(START_OVER)}",
+            do=_("{advice}; {start_over}", advice=advice, start_over=_(START_OVER)),
         )
     return own.keys() - saved.keys()
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.compat.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
 from echelon.compat.variables import str_to_bool
 from echelon.config.plugin_arguments import plugin_arguments
@@ -307,7 +308,7 @@ class FullyShardedDataParallelPlugin:
                 without_effect.append(f"{name} ({why})")
         if without_effect:
             _logger.warning(
-                "FullyShardedDataParallelPlugin: options that have no effect with torch's fully_shard: %s",
+                N_("FullyShardedDataParallelPlugin: options that have no effect with torch's fully_shard: %s"),
                 "; ".join(without_effect),
             )
 
@@ -336,8 +337,10 @@ class FullyShardedDataParallelPlugin:
             )
         if given is not None and kind is StateDictType.SHARDED_STATE_DICT:
             _logger.warning(
-                "state_dict_type=SHARDED_STATE_DICT: this version writes full tensors, which rank zero gathers one at a time "
-                "and which can be loaded on any number of ranks"
+                N_(
+                    "state_dict_type=SHARDED_STATE_DICT: this version writes full tensors, which rank zero gathers one at a time "
+                    "and which can be loaded on any number of ranks"
+                )
             )
         self.state_dict_type = kind
 

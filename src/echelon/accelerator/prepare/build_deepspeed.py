@@ -17,7 +17,7 @@ from echelon.accelerator.plugins.kwargs_handlers import GradScalerKwargs
 from echelon.accelerator.update.optimizer import Clipping
 from echelon.base.errors import ConfigError, MissingExtraError
 from echelon.base.logging import get_logger
-from echelon.base.messages.translation import gettext as _
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.optional import install_command, is_available
 from echelon.base.warnings import warn
 from echelon.config.derive import section_in_use
@@ -274,7 +274,9 @@ def resolve_plugin_config(
         if origin.source in (SettingSource.DERIVED, SettingSource.DEFAULT)
     ]
     if resolved:  # a warning is visible at the default log level
-        _logger.warning('DeepSpeed config values that were resolved from "auto" or defaults: %s', ", ".join(resolved))
+        _logger.warning(
+            N_('DeepSpeed config values that were resolved from "auto" or defaults: %s'), ", ".join(resolved)
+        )
 
 
 def build_plugin(

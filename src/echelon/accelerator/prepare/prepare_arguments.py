@@ -101,11 +101,19 @@ def check_unprepared_data(arguments: Sequence[Any], *, num_processes: int, is_ex
     for number, argument in enumerate(arguments, 1):
         if isinstance(argument, Iterator) or (not has_loader and _holds_data(argument)):
             kind = type(argument).__name__
-            what = f"argument {number} of prepare(), a {kind}, unchanged: each of the {num_processes} processes reads all of it"
-            do = "pass a DataLoader; if each process already reads different data, do not pass this object to prepare()"
+            what = _(
+                "argument {number} of prepare(), a {kind}, stays unchanged: each of the {num_processes} processes reads all "
+                "of it",
+                number=number,
+                kind=kind,
+                num_processes=num_processes,
+            )
+            do = _(
+                "pass a DataLoader; if each process already reads different data, do not pass this object to prepare()"
+            )
             if is_exact:
-                raise UsageError(f"prepare() would return {what}", where=str(user_line()), do=do)
-            warn(f"prepare() returns {what}. Instead, {do}")
+                raise UsageError(what, where=str(user_line()), do=do)
+            warn(_("{what}. To fix it: {do}", what=what, do=do))
 
 
 def _holds_data(argument: Any) -> bool:

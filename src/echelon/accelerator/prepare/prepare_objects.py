@@ -110,9 +110,13 @@ def _prepare_unprepared(
     if models and session.update.window.is_open and not session.gradient_state.in_dataloader:
         session.update.drop_update()
         warn(
-            f"prepare() got a new model ({type(models[0][0]).__name__}) while gradients were being accumulated, outside of all "
-            "loops over prepared loaders: a new training begins, and the gradients of the incomplete update are dropped. To "
-            "complete it, leave the loop when accelerator.sync_gradients is true"
+            _(
+                "prepare() got a new model ({kind}) while gradients were being accumulated, outside of "
+                "all loops over prepared loaders: a new training begins, and the gradients of the "
+                "incomplete update are dropped. To complete it, leave the loop when "
+                "accelerator.sync_gradients is true",
+                kind=type(models[0][0]).__name__,
+            )
         )
     for model, place in models:
         if session.world.world_size > 1 and is_on_several_devices(model):

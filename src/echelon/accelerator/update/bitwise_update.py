@@ -157,7 +157,7 @@ class ShardSplit:
 
     def report_changed_parameters(self) -> None:
         """Raise, because processes with fewer shards would not notice it."""
-        raise UsageError(CHANGED, where="parity='bitwise'", do=HOW_TO_CHANGE)
+        raise UsageError(_(CHANGED), where="parity='bitwise'", do=_(HOW_TO_CHANGE))
 
     def before_reevaluation(self, who: str) -> None:
         """Raise, because with fewer processes an update has several micro-steps, whose batches are not kept."""

@@ -22,7 +22,7 @@ from echelon.accelerator.update.numerics_environment import NumericsEnvironment
 from echelon.accelerator.update.update_parts import UpdateParts, sums_over_ranks
 from echelon.base.errors import UsageError
 from echelon.base.logging import get_logger
-from echelon.base.messages.translation import gettext as _
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.data.active_loaders import PassDriver
 from echelon.data.exact.exact_batches import ExactOptions
@@ -33,11 +33,11 @@ from echelon.distributed.small_messages import gather_counts
 from echelon.world.world import World
 
 _logger = get_logger(__name__)
-CHANGED = (
+CHANGED = N_(
     "the parameters changed between two micro-steps of one update, but all of an update's gradients must be computed "
     "with the same parameters"
 )
-HOW_TO_CHANGE = (
+HOW_TO_CHANGE = N_(
     "Change parameters only after the step, when accelerator.sync_gradients is true. A two-step optimizer (SAM) "
     "requires one micro-step per update: remove gradient_accumulation_steps and max_micro_batch_size, and start more "
     "processes"
@@ -674,7 +674,7 @@ class RankSplit:
         """Warn once."""
         if not self._warned_of_changed_parameters:
             self._warned_of_changed_parameters = True
-            warn(f"{CHANGED}. {HOW_TO_CHANGE}")
+            warn(_("{what}. {do}", what=_(CHANGED), do=_(HOW_TO_CHANGE)))
 
     def before_reevaluation(self, who: str) -> None:
         """Do nothing: additional losses are not counted."""
@@ -695,9 +695,11 @@ class RankSplit:
         if not self._warned_of_kept_gradients:
             self._warned_of_kept_gradients = True
             warn(
-                "zero_grad() between two losses of a batch has no effect in an update with several micro-steps, so gradients of the "
-                "first loss stay. Detach what that loss need not reach, or call zero_grad() before it, or remove "
-                "gradient_accumulation_steps and max_micro_batch_size"
+                _(
+                    "zero_grad() between two losses of a batch has no effect in an update with several micro-steps, so gradients of the "
+                    "first loss stay. Detach what that loss need not reach, or call zero_grad() before it, or remove "
+                    "gradient_accumulation_steps and max_micro_batch_size"
+                )
             )
 
     def drop_update(self) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from echelon.accelerator.gradient_state import GradientState
 from echelon.accelerator.unprepared_model import UnpreparedModelCheck
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.checks.raw_ddp_guard import RawDDPGuard
 from echelon.distributed.checks.replica_drift import ReplicaDriftCheck
@@ -152,15 +153,21 @@ class UnpreparedOptimizerGuard:
             self._refuse_inside_backward(optimizer)
         if self._parity != "off":
             raise UsageError(
-                f"{self._describe(optimizer)}: its steps are not postponed to the end of an update, and they are "
-                "neither counted nor saved",
+                _(
+                    "{what}: its steps are not postponed to the end of an update, and they are neither counted nor saved",
+                    what=self._describe(optimizer),
+                ),
                 where=f"step() at {user_line()}, parity={self._parity!r}",
                 do=self._advice(optimizer),
             )
         if self._scaler is not None and _holds_scaled_gradients(optimizer, self._scaler):
             raise UsageError(
-                f"{self._describe(optimizer)}: its gradients have not been unscaled (fp16 loss scale "
-                f"{self._scaler.get_scale():g}), and infinite gradients would be applied",
+                _(
+                    "{what}: its gradients have not been unscaled (fp16 loss scale {scale:g}), and infinite gradients would "
+                    "be applied",
+                    what=self._describe(optimizer),
+                    scale=self._scaler.get_scale(),
+                ),
                 where=f"step() at {user_line()}, mixed_precision='fp16'",
                 do=self._advice(optimizer),
             )
@@ -178,17 +185,16 @@ class UnpreparedOptimizerGuard:
         if ids <= self._warned:  # also covers an optimizer wrapped by another one
             return
         self._warned |= ids
-        parts = [self._describe(optimizer)]
+        parts: list[str] = []
         if is_early:
-            parts.append(
-                f"its step() is not postponed to the end of the accumulation window ({self._state.num_steps} "
-                "micro-steps)"
-            )
+            text = N_("its step() is not postponed to the end of the accumulation window ({number} micro-steps)")
+            parts.append(_(text, number=self._state.num_steps))
         if is_reduced:
-            parts.append("its gradients were not averaged across ranks; echelon averages them before the step")
+            parts.append(_("its gradients were not averaged across ranks; echelon averages them before the step"))
         if optimizer not in self._inner:
-            parts.append("save_state() does not save its state")
-        warn(f"{': '.join((parts[0], ', and '.join(parts[1:])))}. To fix this, {self._advice(optimizer)}.")
+            parts.append(_("save_state() does not save its state"))
+        what, parts_text, do = self._describe(optimizer), _(", and ").join(parts), self._advice(optimizer)
+        warn(_("{what}: {parts}. To fix this, {do}.", what=what, parts=parts_text, do=do))
 
     def _refuse_inside_backward(self, optimizer: Optimizer) -> None:
         if not self._engine.capabilities.replicates:
@@ -205,13 +211,17 @@ class UnpreparedOptimizerGuard:
     def _describe(self, optimizer: Optimizer) -> str:
         kind = type(optimizer).__name__
         if optimizer in self._inner:
-            return f"{kind} was stepped directly, instead of the optimizer that accelerator.prepare() returned for it"
-        return f"{kind} was not prepared by this Accelerator but contains parameters of a model that was"
+            text = N_(
+                "{kind} was stepped directly, instead of the optimizer that accelerator.prepare() returned for it"
+            )
+        else:
+            text = N_("{kind} was not prepared by this Accelerator but contains parameters of a model that was")
+        return _(text, kind=kind)
 
     def _advice(self, optimizer: Optimizer) -> str:
         if optimizer in self._inner:
-            return "call step() on the optimizer that accelerator.prepare() returned for it"
-        return "write optimizer = accelerator.prepare(optimizer), and call step() on the returned optimizer"
+            return _("call step() on the optimizer that accelerator.prepare() returned for it")
+        return _("write optimizer = accelerator.prepare(optimizer), and call step() on the returned optimizer")
 
 
 def _holds_scaled_gradients(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> bool:

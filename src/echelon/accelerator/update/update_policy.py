@@ -158,9 +158,11 @@ class UpdatePolicy:
         if not self._warned_of_micro_step_after_last:
             self._warned_of_micro_step_after_last = True
             warn(
-                "accumulate() was entered again after the last batch of a loader, which had ended an accumulation window that was not "
-                "complete; its gradients go into the next update. If the batches are fetched ahead and replaced by copies, keep "
-                "the batches until they are trained, or fetch each one right before its accumulate() block"
+                _(
+                    "accumulate() was entered again after the last batch of a loader, which had ended an accumulation window that was not "
+                    "complete; its gradients go into the next update. If the batches are fetched ahead and replaced by copies, keep "
+                    "the batches until they are trained, or fetch each one right before its accumulate() block"
+                )
             )
 
     # ---- backward ----------------------------------------------------------------------------------------------------

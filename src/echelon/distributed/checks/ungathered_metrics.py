@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import UserLine, user_line, warn
 from echelon.distributed.uncompiled import uncompiled
 from echelon.status.call_site import is_user_file
@@ -98,10 +99,13 @@ class UngatheredMetricsCheck:
             if one.line is not None and num == one.since and one.line not in self._warned:
                 self._warned.add(one.line)
                 warn(
-                    "each process evaluated only its own shard, but the dataset of the loader holds all samples, and nothing was "
-                    "gathered or reduced. A result that is divided by len(loader.dataset) is that of one shard, divided by the "
-                    "size of the whole dataset."
-                    f"\n  do:    {self._do}",
+                    _(
+                        "each process evaluated only its own shard, but the dataset of the loader holds all "
+                        "samples, and nothing was gathered or reduced. A result that is divided by "
+                        "len(loader.dataset) is that of one shard, divided by the size of the whole dataset.\n  "
+                        "do:    {do}",
+                        do=_(self._do),
+                    ),
                     at=one.line,
                 )
 

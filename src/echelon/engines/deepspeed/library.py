@@ -16,6 +16,7 @@ from torch.utils import cpp_extension
 
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.base.optional import require
 from echelon.config.library_variables import deepspeed_on
 from echelon.config.variables import library_variable
@@ -130,7 +131,9 @@ def announce_kernels(config: Mapping[str, Any], *, optimizer: str | None) -> Non
     missing = [name for name in _kernels(config, optimizer) if not any(root.glob(f"**/{name}/{name}.so"))]
     if missing:
         _logger.warning(
-            "DeepSpeed is compiling %s, which takes several minutes. The result is cached in %s, so this happens once per machine",
+            N_(
+                "DeepSpeed is compiling %s, which takes several minutes. The result is cached in %s, so this happens once per machine"
+            ),
             ", ".join(missing),
             root,
         )

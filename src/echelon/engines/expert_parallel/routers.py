@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from echelon.base.logging import get_logger
-from echelon.base.messages.translation import gettext as _
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn_here
 from echelon.world.world import World
 
@@ -167,7 +167,9 @@ class RoutingGaps:
         if smallest != float("inf"):
             # A warning is visible by default.
             _logger.warning(
-                "smallest routing gap of the run: %.1e of a token's largest score (rounding errors can change choices below %.1e)",
+                N_(
+                    "smallest routing gap of the run: %.1e of a token's largest score (rounding errors can change choices below %.1e)"
+                ),
                 smallest,
                 self._limit,
             )

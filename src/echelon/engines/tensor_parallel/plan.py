@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.engines.state_dicts import plain_name
 from echelon.engines.tensor_parallel.styles import REFUSED, STYLES, split_dim, style_of_name
 
@@ -253,5 +254,5 @@ def _log_whole(modules: Mapping[str, tuple[str, nn.Module]], split: set[str]) ->
     if whole:
         shown = sorted({re.sub(r"\d+", "*", name) for name in whole})
         _logger.warning(
-            "tensor parallelism: no pattern of the plan matches %s: every rank holds them whole", ", ".join(shown)
+            N_("tensor parallelism: no pattern of the plan matches %s: every rank holds them whole"), ", ".join(shown)
         )

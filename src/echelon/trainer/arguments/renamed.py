@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from echelon.base.errors import ConfigError
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import suggest
 
@@ -34,25 +35,25 @@ _MOVED: Mapping[str, tuple[str, str]] = {
 }
 # old name -> why it has no effect
 _WITHOUT_EFFECT: Mapping[str, str] = {
-    "overwrite_output_dir": "existing files in output_dir are never deleted",
-    "save_safetensors": "weights are always written in safetensors format",
-    "past_index": "it was removed without replacement",
-    "jit_mode_eval": "it was removed without replacement",
-    "mp_parameters": "it was removed without replacement",
-    "ray_scope": "it was removed without replacement",
-    "use_legacy_prediction_loop": "there is only one evaluation loop",
-    "tpu_num_cores": "the launcher sets the number of processes",
-    "use_ipex": "torch selects the CPU kernels itself",
-    "use_mps_device": "the accelerator is detected automatically",
-    "xpu_backend": "the device determines the backend",
-    "sharded_ddp": "it was removed; use fsdp=",
-    "torchdynamo": "it was removed; use torch_compile_backend=",
-    "fp16_opt_level": "torch's mixed precision has no optimization levels",
-    "fp16_backend": "torch's own mixed precision is used",
-    "half_precision_backend": "torch's own mixed precision is used",
+    "overwrite_output_dir": N_("existing files in output_dir are never deleted"),
+    "save_safetensors": N_("weights are always written in safetensors format"),
+    "past_index": N_("it was removed without replacement"),
+    "jit_mode_eval": N_("it was removed without replacement"),
+    "mp_parameters": N_("it was removed without replacement"),
+    "ray_scope": N_("it was removed without replacement"),
+    "use_legacy_prediction_loop": N_("there is only one evaluation loop"),
+    "tpu_num_cores": N_("the launcher sets the number of processes"),
+    "use_ipex": N_("torch selects the CPU kernels itself"),
+    "use_mps_device": N_("the accelerator is detected automatically"),
+    "xpu_backend": N_("the device determines the backend"),
+    "sharded_ddp": N_("it was removed; use fsdp="),
+    "torchdynamo": N_("it was removed; use torch_compile_backend="),
+    "fp16_opt_level": N_("torch's mixed precision has no optimization levels"),
+    "fp16_backend": N_("torch's own mixed precision is used"),
+    "half_precision_backend": N_("torch's own mixed precision is used"),
 }
 # Still supported, as an attribute instead of a field.
-KEPT: Mapping[str, str] = {"logging_dir": "trackers still write to it"}
+KEPT: Mapping[str, str] = {"logging_dir": N_("trackers still write to it")}
 
 _OLD_VALUES: Mapping[tuple[str, str], str] = {("optim", "adamw_hf"): "adamw_torch"}
 
@@ -70,18 +71,18 @@ def translate(given: Mapping[str, Any], *, fields: Mapping[str, Any]) -> dict[st
             continue
         if name in _CONVERTED:
             new, convert = _CONVERTED[name]
-            _warn(f"{name}= was renamed to {new}=")
+            _warn(_("{name}= was renamed to {new}=", name=name, new=new))
             if (converted := convert(value)) is not None:
                 _put(result, new, converted, old=name, default=fields[new])
         elif name in _MOVED:
             new, key = _MOVED[name]
-            _warn(f"{name}= is now the key {key!r} of {new}=")
+            _warn(_("{name}= is now the key {key!r} of {new}=", name=name, key=key, new=new))
             if value is not None:
                 _put_key(result, new, key, value, old=name)
         elif name in _WITHOUT_EFFECT:
-            _warn(f"{name}= has no effect: {_WITHOUT_EFFECT[name]}")
+            _warn(_("{name}= has no effect: {why}", name=name, why=_(_WITHOUT_EFFECT[name])))
         elif name in KEPT:
-            _warn(f"{name}= is deprecated: {KEPT[name]}")
+            _warn(_("{name}= is deprecated: {why}", name=name, why=_(KEPT[name])))
             result[name] = value
         else:
             known = [*fields, *_CONVERTED, *_MOVED, *_WITHOUT_EFFECT, *KEPT]
@@ -97,12 +98,12 @@ def _rename_value(name: str, value: Any) -> Any:
     new = _OLD_VALUES.get((name, str(value)))
     if new is None:
         return value
-    _warn(f"{name}={str(value)!r} was renamed to {new!r}")
+    _warn(_("{name}={value!r} was renamed to {new!r}", name=name, value=str(value), new=new))
     return new
 
 
 def _warn(message: str) -> None:
-    warn(f"TrainingArguments: {message}")
+    warn(_("TrainingArguments: {message}", message=message))
 
 
 def _put(result: dict[str, Any], new: str, value: Any, *, old: str, default: Any) -> None:

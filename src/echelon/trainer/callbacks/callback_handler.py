@@ -13,6 +13,7 @@ import numpy as np
 from echelon.accelerator.process import require_all_ranks
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy
 from echelon.trainer.state import ExportableState, TrainerControl, TrainerState
 
@@ -130,8 +131,10 @@ class CallbackHandler:
             self.add_callback(callback)
         if not any(isinstance(one, DefaultFlowCallback) for one in self.callbacks):
             logger.warning(
-                "DefaultFlowCallback is not among the callbacks (%s), so nothing triggers logging, evaluation, saving "
-                "or the end of training; add it with trainer.add_callback(DefaultFlowCallback)",
+                N_(
+                    "DefaultFlowCallback is not among the callbacks (%s), so nothing triggers logging, evaluation, saving "
+                    "or the end of training; add it with trainer.add_callback(DefaultFlowCallback)"
+                ),
                 ", ".join(type(one).__name__ for one in self.callbacks) or "none",
             )
 
@@ -151,8 +154,11 @@ class CallbackHandler:
             )
         if any(type(other) is type(added) for other in self.callbacks):
             warnings.warn(
-                f"a {type(added).__name__} has already been added (callbacks: "
-                f"{', '.join(type(one).__name__ for one in self.callbacks)}); both will be called",
+                _(
+                    "a {kind} has already been added (callbacks: {names}); both will be called",
+                    kind=type(added).__name__,
+                    names=", ".join(type(one).__name__ for one in self.callbacks),
+                ),
                 stacklevel=3,
             )
         self.callbacks.append(added)
@@ -187,7 +193,9 @@ class CallbackHandler:
             if name == "TrainerControl":
                 continue
             if len(here) < len(parts):
-                logger.warning("the checkpoint holds state for %d %s, but this run has %d", len(parts), name, len(here))
+                logger.warning(
+                    N_("the checkpoint holds state for %d %s, but this run has %d"), len(parts), name, len(here)
+                )
             for position, part in zip(here, parts):
                 callback = type(self.callbacks[position])(**part.get("args", {}))
                 for attribute, value in part.get("attributes", {}).items():
@@ -384,8 +392,10 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         """Check that the arguments define a metric and enable evaluation."""
         if not args.load_best_model_at_end:
             logger.warning(
-                "EarlyStoppingCallback is used without load_best_model_at_end=True, so training ends with the last "
-                "model, not the best one"
+                N_(
+                    "EarlyStoppingCallback is used without load_best_model_at_end=True, so training ends with the last "
+                    "model, not the best one"
+                )
             )
         if args.metric_for_best_model is None or args.eval_strategy == IntervalStrategy.NO:
             raise ConfigError(
@@ -403,7 +413,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if value is None:
             # Another of several evaluation sets may have it; the Trainer raises if none has.
             logger.warning(
-                "early stopping ignores this evaluation, because its metrics do not include %s (metrics: %s)",
+                N_("early stopping ignores this evaluation, because its metrics do not include %s (metrics: %s)"),
                 name,
                 ", ".join(metrics or {}),
             )
@@ -413,7 +423,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             if not control.should_training_stop:
                 # A warning is visible by default.
                 logger.warning(
-                    "early stopping ends the training at step %d: %s has not improved on %s in the last %d evaluation(s)",
+                    N_(
+                        "early stopping ends the training at step %d: %s has not improved on %s in the last %d evaluation(s)"
+                    ),
                     state.global_step,
                     name,
                     state.best_metric,

@@ -15,6 +15,7 @@ from torch import nn
 from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.models.weight_check import listed, shortened
 from echelon.base.errors import CheckpointError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.transformers import ECHELON_WEIGHTS
 from echelon.checkpoint.formats.weight_files import plain_names, read_model
@@ -97,9 +98,14 @@ def warn_of_weights_outside(model: nn.Module, trained: Mapping[str, Any], folder
     ]
     if outside:
         warn(
-            f"{shortened(outside)} can change in training, but belong to no adapter, so peft does not write them to its files. Checkpoints hold them in "
-            f"{ECHELON_WEIGHTS}; files written by save_model() do not. To make them part of the adapter, list their "
-            "modules in modules_to_save of the PEFT configuration"
+            _(
+                "{names} can change in training, but belong to no adapter, so peft does not write them "
+                "to its files. Checkpoints hold them in {echelon_weights}; files written by save_model() "
+                "do not. To make them part of the adapter, list their modules in modules_to_save of the "
+                "PEFT configuration",
+                names=shortened(outside),
+                echelon_weights=ECHELON_WEIGHTS,
+            )
         )
     return bool(outside)
 

@@ -16,7 +16,7 @@ from echelon.accelerator.models.save_objects import bare_module
 from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.models.weight_check import shortened
 from echelon.base.errors import UsageError
-from echelon.base.messages.translation import gettext_noop as N_
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats import transformers as transformers_format
 from echelon.checkpoint.formats.torch_files import write_pickled
@@ -102,9 +102,13 @@ def write_state_tensors(args: TrainingArguments, session: TrainerSession, state:
     if others and not session.is_warned_of_other_state:
         session.is_warned_of_other_state = True
         warn(
-            f"{path.name} holds only tensors, not {shortened(others)} of the model's state dict. Checkpoints hold them; "
-            "files written by save_model() do not. To save them there, too, return a tensor from the module's "
-            "get_extra_state()"
+            _(
+                "{name} holds only tensors, not {names} of the model's state dict. Checkpoints hold "
+                "them; files written by save_model() do not. To save them there, too, return a tensor "
+                "from the module's get_extra_state()",
+                name=path.name,
+                names=shortened(others),
+            )
         )
     write_tensors(tensors, path)
 

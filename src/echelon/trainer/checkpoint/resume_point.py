@@ -117,12 +117,14 @@ def find_checkpoint(
             do="pass the path to a checkpoint, or pass 'auto' to start from scratch if none exists",
         )
     if found is None and reasons:
-        warn(f"no usable checkpoint in {output_dir}: starting from scratch\n{reasons}")
+        text = N_("no usable checkpoint in {output_dir}: starting from scratch\n{reasons}")
+        warn(_(text, output_dir=output_dir, reasons=reasons))
     elif found is None:
         # A warning, because a user with a wrong output_dir must notice.
         logger.warning(N_("no checkpoint in %s: starting from scratch"), output_dir)
     elif reasons:
-        warn(f"resuming from {found}; newer checkpoints were skipped:\n{reasons}")
+        text = N_("resuming from {found}; newer checkpoints were skipped:\n{reasons}")
+        warn(_(text, found=found, reasons=reasons))
     return None if found is None else place_of(found)
 
 
@@ -201,9 +203,11 @@ class ResumedTraining:
             return plan
         max_steps = plan.max_steps + more
         logger.warning(
-            "%s was saved after %d steps, but its position is step %d with the current data and batch size. Training "
-            "runs for %d steps "
-            "instead of %d to complete all epochs",
+            N_(
+                "%s was saved after %d steps, but its position is step %d with the current data and batch size. Training "
+                "runs for %d steps "
+                "instead of %d to complete all epochs"
+            ),
             folder,
             state.global_step,
             here,
@@ -492,7 +496,8 @@ class ResumedTraining:
                 used = round(part * facts.num_samples) // num_samples
             else:
                 used = int(part * batches + 1e-6)
-            resumes = f"training resumes after {used * num_samples} of {plan.num_examples} samples of epoch {epoch}"
+            text = N_("training resumes after {used} of {total} samples of epoch {epoch}")
+            resumes = _(text, used=used * num_samples, total=plan.num_examples, epoch=epoch)
         if wrong and is_within and not self._allows_changed_data:
             raise changed_data_error(folder, wrong, [resumes])
         if wrong and saved_epoch is not None:
@@ -506,8 +511,14 @@ class ResumedTraining:
             )
         elif wrong:
             warn(
-                f"{folder} was saved with different data ({'; '.join(wrong)}); training resumes after {used} batches of "
-                f"epoch {epoch}"
+                _(
+                    "{folder} was saved with different data ({wrong}); training resumes after {used} batches "
+                    "of epoch {epoch}",
+                    folder=folder,
+                    wrong="; ".join(wrong),
+                    used=used,
+                    epoch=epoch,
+                )
             )
         return epoch, used
 

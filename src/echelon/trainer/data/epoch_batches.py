@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from echelon.base.messages.translation import gettext as _
+from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import KnowsItsEnd
 from echelon.base.warnings import warn
 from echelon.trainer.training_plan import TrainingPlan
@@ -109,26 +109,38 @@ def warn_of_wrong_length(
         ends: whether the epoch ends anyway, because the data seems infinite.
     """
     is_short = num_batches < plan.batches_per_epoch
-    more = ", with more to come" if has_more else ""
-    text = f"epoch {epoch + 1} had {num_batches} batch{'es' if num_batches != 1 else ''} on this process{more}, but the data's length "
-    text += f"({_where(loader)}) is {plan.batches_per_epoch}."
+    what = _(
+        "epoch {epoch} had {number} batch{es} on this process{more}, but the data's length ({where}) is {planned}.",
+        epoch=epoch + 1,
+        number=num_batches,
+        es="es" if num_batches != 1 else "",
+        more=_(", with more to come") if has_more else "",
+        where=_where(loader),
+        planned=plan.batches_per_epoch,
+    )
+    parts: list[str] = [what]
     if ends:
-        text += " The data seems infinite, so the rest of this epoch is skipped, and later epochs end as planned."
-    elif not is_short:
-        text += " Training uses all of them."
-    if max_steps <= 0:
-        text += f" The learning rate schedule was set up for {plan.max_steps} steps" + (
-            ", which training does not reach." if is_short else " and stays at its final value afterwards."
+        parts.append(
+            _("The data seems infinite, so the rest of this epoch is skipped, and later epochs end as planned.")
         )
+    elif not is_short:
+        parts.append(_("Training uses all of them."))
+    if max_steps <= 0 and is_short:
+        text = N_("The learning rate schedule was set up for {steps} steps, which training does not reach.")
+        parts.append(_(text, steps=plan.max_steps))
+    elif max_steps <= 0:
+        text = N_("The learning rate schedule was set up for {steps} steps and stays at its final value afterwards.")
+        parts.append(_(text, steps=plan.max_steps))
     num_workers = getattr(loader, "num_workers", 0)
     if num_workers > 1 and not is_short:
-        text += (
-            f" With num_workers={num_workers}, each worker produces its own incomplete last batch, and reads the whole "
-            "dataset unless the dataset "
-            "shards itself with get_worker_info()."
+        text = N_(
+            "With num_workers={num_workers}, each worker produces its own incomplete last batch, and reads the whole dataset "
+            "unless the dataset shards itself with get_worker_info()."
         )
-    steps = "" if max_steps > 0 else "Set max_steps= to the number of steps, or return "
-    warn(f"{text} {steps or 'Return '}the true number of samples per epoch from __len__")
+        parts.append(_(text, num_workers=num_workers))
+    advice = N_("Set max_steps= to the number of steps, or return the true number of samples per epoch from __len__")
+    parts.append(_("Return the true number of samples per epoch from __len__") if max_steps > 0 else _(advice))
+    warn(" ".join(parts))
 
 
 def _where(loader: Any) -> str:

@@ -30,6 +30,7 @@ from echelon.accelerator.update.live_check.observation import (
 from echelon.accelerator.update.live_check.optimizer_twin import OptimizerTwin
 from echelon.accelerator.update.update_policy import UpdatePolicy
 from echelon.base.errors import VerificationError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import user_line, warn
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -551,8 +552,10 @@ class LiveCheck(DelegatingEngine):
         if not self._warned_of_masks:
             self._warned_of_masks = True
             warn(
-                "verify_every: the ranks draw the same dropout masks, because their generators have the same state. To draw a mask for "
-                "each sample as one process does, call set_seed(seed, device_specific=True) after the model is built"
+                _(
+                    "verify_every: the ranks draw the same dropout masks, because their generators have the same state. To draw a mask for "
+                    "each sample as one process does, call set_seed(seed, device_specific=True) after the model is built"
+                )
             )
 
     def _report(self, found: list[Finding]) -> None:
@@ -567,7 +570,7 @@ class LiveCheck(DelegatingEngine):
         if self._config.value.verify_action != "warn":
             self.forget()
             raise VerificationError(what, where=where, do=first.do)
-        warn(f"{what}. Where: {where}. To fix it: {first.do}")
+        warn(_("{what}. Where: {where}. To fix it: {do}", what=what, where=where, do=first.do))
 
     def note_batch(self, loader: PreparedLoader, batch: Any) -> None:
         """Observe the samples of a batch that a loop receives."""
