@@ -558,7 +558,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> None:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Turn the names of documents ("docs/parity.md"), also in docstrings, into links (mkdocs calls this)."""
+    """Turn the names of documents ("docs/parity.md"), even in docstrings, into links (mkdocs calls this)."""
     inside = 0  # of a link, or of code
 
     def change(match: re.Match[str]) -> str:

@@ -358,7 +358,7 @@ class Accelerator(ProcessMembers):
     unscale_gradients = delegate(UpdatePolicy.unscale_gradients, "session.update")
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Return a context for one micro-step; the last in a window synchronizes gradients and lets optimizers step.
+        """Return a context for one micro-step; the last one of an update synchronizes gradients and lets optimizers step.
 
         Args:
             models: models trained in this micro-step; by default all.
@@ -415,7 +415,7 @@ class Accelerator(ProcessMembers):
 
         In the exact modes, only an update's last micro-step scales gradients; earlier calls return the norm so far.
 
-        Collective: call on every rank if parameters are sharded or the step guard reduces gradients.
+        Collective: call on every rank if parameters are sharded, or if gradients have not been averaged over the ranks yet.
 
         Examples:
             >>> accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
@@ -431,7 +431,7 @@ class Accelerator(ProcessMembers):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``; in the exact modes once per update, at its end.
 
-        Collective: call on every rank if the step guard reduces gradients.
+        Collective: call on every rank if gradients have not been averaged over the ranks yet.
 
         Examples:
             >>> accelerator.backward(torch.nn.functional.mse_loss(model(x), y))

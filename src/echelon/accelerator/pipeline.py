@@ -225,7 +225,7 @@ class Pipeline:
     def step(self, batch: Any, num_items: float | None = None, *, weight: float = 1.0) -> torch.Tensor:
         """Run the forward and backward passes of all micro-batches of ``batch``; return its mean loss.
 
-        This stands in the place of ``loss = model(batch)`` and ``accelerator.backward(loss)``, also in ``accumulate()``.
+        This replaces ``loss = model(batch)`` and ``accelerator.backward(loss)``, inside ``accumulate()`` as well.
 
         Args:
             batch: the same one on all ranks of the pipeline, as a prepared loader yields it.

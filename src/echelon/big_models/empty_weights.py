@@ -17,7 +17,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Inside the block, create model parameters on the meta device, with shapes but without values.
 
     Args:
-        include_buffers: also create buffers there. False keeps the values of buffers that are in no weight file, such
+        include_buffers: create buffers on that device as well. False keeps the values of buffers that are in no weight file, such
             as rotary embedding frequencies. None: use ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
 
     Examples:
@@ -35,7 +35,7 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
     """Inside the block, create model parameters on ``device``.
 
     Args:
-        include_buffers: also create buffers there. None: use ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
+        include_buffers: create buffers on that device as well. None: use ``ACCELERATE_INIT_INCLUDE_BUFFERS``, else False.
 
     Examples:
         >>> with init_on_device("cpu"):

@@ -182,8 +182,8 @@ class Checkpoints:
             metric: metric of this checkpoint for ``ProjectConfiguration(keep_best=...)``; rank zero's value is used.
             save_model_func_kwargs: options for engines that write checkpoints themselves; currently no engine does.
 
-        Collective: call on every rank. If only rank zero calls it and the engine does not shard the state, it saves without the other ranks'
-        RNG states and warns, as soon as they are seen to have gone on.
+        Collective: call on every rank. If only rank zero calls it and the engine does not shard the state, it saves
+        without the other ranks' RNG states and warns, as soon as it sees that they have continued.
 
         Raises:
             UsageError: no folder was given, the folder already exists (with automatic naming) or cannot be replaced, or

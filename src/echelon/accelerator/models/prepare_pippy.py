@@ -41,7 +41,7 @@ def prepare_pippy(
         num_chunks: into how many micro-batches a batch is cut. None: the number of ranks.
         gather_output: return the outputs on all ranks.
 
-    Collective: call on every rank, also the model.
+    Collective: call this function and the model on every rank.
 
     Raises:
         ConfigError: there is no rule for the model's stages, or ``split_points`` does not name beginnings of stages in their order.

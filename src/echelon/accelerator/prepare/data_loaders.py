@@ -64,7 +64,7 @@ def prepare_data_loader(
         device: device of this process; None: the current one.
         num_processes: number of processes. None: size of the process group.
         process_index: rank of this process. None: its rank in the process group.
-        split_batches: see ``DataLoaderConfiguration``, also for options without a description.
+        split_batches: see ``DataLoaderConfiguration``, which describes the other options, too.
         put_on_device: move batches to the device.
         rng_types: RNG states that every rank copies from rank zero at the start of each pass.
         dispatch_batches: read the data only on rank zero. None: only for iterable datasets with ``put_on_device``.

@@ -687,7 +687,7 @@ class RankSplit:
         """Do nothing: the engine has averaged the gradients."""
 
     def keeps_after_zero_grad(self, parameters: Collection[int], *, clears: bool) -> bool:
-        """Return whether the gradients stay with those of the micro-steps before."""
+        """Return whether the gradients of earlier micro-steps are kept."""
         return not clears
 
     def report_kept_gradients(self) -> None:

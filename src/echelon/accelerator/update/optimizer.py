@@ -114,7 +114,7 @@ class AcceleratedOptimizer(Optimizer):
         Returns:
             The closure's value, if any; at the end of an update, the mean over its micro-steps and ranks.
 
-        Collective: call on every rank with a closure, with ``spike_guard``, or if the step guard reduces gradients.
+        Collective: call on every rank with a closure, with ``spike_guard``, or if gradients have not been averaged over the ranks yet.
 
         Raises:
             UsageError: the closure cannot behave as in a plain loop (docs/parity.md), or ``spike_guard`` cannot judge the update.

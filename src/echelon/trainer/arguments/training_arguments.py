@@ -218,7 +218,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     @property
     def fsdp_plugin_args(self) -> Mapping[str, Any] | None:
-        """The settings of the plugin for ``fsdp`` and ``fsdp_config``, to read; None if FSDP is off."""
+        """The plugin settings that ``fsdp`` and ``fsdp_config`` result in (read-only); None if FSDP is off."""
         plugin = fsdp_plugin(self)
         return None if plugin is None else MappingProxyType(dict(vars(plugin)))
 

@@ -288,7 +288,7 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
             "average with dist.all_reduce over all ranks, not with broadcast and not in a part of the process group",
         ),
         "gradients not cleared": _one(
-            "the gradient of the update before is added to that of this update",
+            "the gradient of the previous update is added to that of this update",
             "call optimizer.zero_grad() once after each optimizer.step(), on every rank",
         ),
         "reduced in low precision": _one(
@@ -383,7 +383,7 @@ CAUSES: Mapping[str, KnownCause] = MappingProxyType(
             "call optimizer.step() once per update; look for a second optimizer or a second step with the same parameters",
         ),
         "step with old gradients": _one(
-            "the optimizer steps with the gradients of the update before",
+            "the optimizer steps with the gradients of the previous update",
             "call optimizer.step() after the last backward() of the update, not before it",
         ),
         # buffers
