@@ -157,7 +157,7 @@ def section(heading: str, rows: list[str], turns: int) -> str:
 {INTRODUCTIONS[heading]}
 {SHAPE.layers} Llama blocks of width {SHAPE.width}, {SHAPE.batch} x {SHAPE.length} tokens, AdamW, clipping, float32. The values are milliseconds per step, medians
 of {turns} turns of {STEPS} steps that alternate in the same processes; CPU is the mean of the ranks. The ratios are medians over the
-turns, with their middle half; the target is for CPU time, which a busy machine disturbs less. Off: the largest final difference of a weight.
+turns, with their middle half; the target is for CPU time, which a busy machine disturbs less. The column "off" is the largest final difference of a weight.
 
 | layout | wall, by hand | echelon | ratio | CPU, by hand | echelon | ratio | target | off |
 |---|---:|---:|---|---:|---:|---|---|---:|

@@ -228,7 +228,7 @@ def report(found: dict[str, list[Run]], num_steps: int | None) -> str:
     num_seeds = len(next(iter(found.values())))
     return f"""{HEADING}
 
-Seconds until {what} on 2 processes with one thread each: the network of the examples, AdamW, 64 samples per process, {num_seeds} seed(s). For each
+Seconds until {what} on 2 processes with one thread each, for the network of the examples with AdamW, 64 samples per process and {num_seeds} seed(s). For each
 seed, every variant has the same weights at the start, the same order of samples and the same dropout. "Whole" is the time from the
 command (torchrun, or `echelon launch`) to the evaluation that reaches the accuracy, one of which follows each {EVERY} steps; "steps" is that of
 the steps alone. Ratios are the medians of those of the runs with the same seed.

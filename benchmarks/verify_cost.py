@@ -158,7 +158,7 @@ def _table(rows: list[tuple[Any, ...]]) -> str:
     lines = [
         HEADING,
         "",
-        "A training step of plain PyTorch with backward pass, clipping and AdamW, on the CPU, one process, one thread; CPU time.",
+        "The CPU time of a training step of plain PyTorch with backward pass, clipping and AdamW, in one process with one thread on the CPU.",
         "",
         "| model | parameters | us per step | recorded, us | times |",
         "|---|---:|---:|---:|---:|",

@@ -51,7 +51,7 @@ class Planner:
         """Note the tensors that this rank holds, and return what the other ranks must know to ``update`` the plan.
 
         Args:
-            may_differ: names of those that may have other values on other ranks.
+            may_differ: names of tensors whose values may differ between ranks.
 
         Raises:
             CheckpointError: a tensor cannot be saved.

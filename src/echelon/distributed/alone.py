@@ -23,7 +23,7 @@ def is_alone(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def while_others_wait() -> AbstractContextManager[None]:
-    """Within the block, which the other ranks wait for, let echelon expect none of them in an operation of all ranks."""
+    """Run the block on this rank alone, while the other ranks wait for it: operations inside it do not wait for them."""
     return _true_within(_AWAITED)
 
 

@@ -16,7 +16,7 @@ _logger = get_logger(__name__)
 
 
 def is_fastest(speed: str | None) -> bool:
-    """Return whether ``speed="max"`` holds, given in code or, with None, elsewhere."""
+    """Return whether the run uses ``speed="max"``; pass None if the code does not set it."""
     return current(from_code("TrainingArguments", {"speed": speed})).value.speed == "max"
 
 

@@ -23,9 +23,9 @@ class RankBatchSampler(BatchSampler):
     Split batches: each rank gets a slice of each batch. With ``even_batches``, a short last batch is filled in the same way;
     otherwise, it is split as evenly as possible.
 
-    Only the end of the pass shows which step is the last. Batches of other sizes before it (as of a sampler whose buckets each
-    end with a short batch) are given as they are; of a split batch, a share that is short by one sample repeats one of the same
-    batch (``even_batches``, or if it would be empty).
+    Only the end of the pass shows which step is the last. Earlier batches of a different size (such as the short
+    batch at the end of each bucket) are yielded as they are. If a batch is split and a rank's share is one sample short, the share
+    repeats a sample of the same batch (with ``even_batches``, or if the share would be empty).
 
     Source: accelerate's BatchSamplerShard, which splits a short last batch differently: it fills the first ranks' slices.
 

@@ -136,7 +136,7 @@ class SequenceRegion(TorchFunctionMode):
     ) -> torch.Tensor:
         if attn_mask is not None:
             raise UsageError(
-                f"scaled_dot_product_attention(attn_mask=) of shape {tuple(attn_mask.shape)} would be of this rank's piece of the sequence",
+                f"scaled_dot_product_attention(attn_mask=) of shape {tuple(attn_mask.shape)} would mask only this rank's piece of the sequence",
                 where=_WHERE,
                 do="pass is_causal=True, and documents or padding to accelerator.context_parallel(document_ids=, padding_mask=)",
             )
