@@ -60,7 +60,7 @@ MEMBERS: dict[str, dict[str, list[str]]] = {
             "epochs", "save_state", "load_state", "resume", "best_checkpoint", "register_for_checkpointing",
             "register_save_state_pre_hook", "register_load_state_pre_hook", "save_model", "save", "get_state_dict", "unwrap_model",
         ],
-        "Logging and profiling": ["log", "init_trackers", "get_tracker", "trackers", "profile", "slow"],
+        "Logging and profiling": ["log", "log_hyperparameters", "init_trackers", "get_tracker", "trackers", "profile", "slow"],
         "Running code on some processes": _ON_ONE_PROCESS,
         "Ending": ["end_training", "free_memory"],
         "Processes and devices": [*_RANK, "distributed_type", "torch_device_mesh"],

@@ -86,7 +86,7 @@ API: dict[str, tuple[str, str, list[str]]] = {
                 for name in (
                     "process_group", "setup", "cleanup", "shard", "ShardedLoader", "gather", "gather_object", "reduce", "mean_over_ranks",
                     "broadcast", "broadcast_object_list", "pad_across_processes", "barrier", "agree", "rank_zero_only", "main_first",
-                    "log", "should_stop",
+                    "log", "log_hyperparameters", "should_stop",
                 )
             ),
             "echelon.World",

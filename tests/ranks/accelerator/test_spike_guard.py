@@ -174,7 +174,7 @@ def test_a_resumed_run_skips_the_same_samples(tmp_path: Path, after: int) -> Non
     assert len(whole[0]["skipped"]) == 2
 
 
-def _refuse(case: str) -> str:
+def _use(case: str) -> None:
     options: dict[str, Any] = {"spike_guard": "skip"}
     if case == "rollback":
         options = {"spike_guard": "rollback"}
@@ -182,25 +182,29 @@ def _refuse(case: str) -> str:
         options["spike_factor"] = 0.0
     if case == "verify":
         options["verify_every"] = 2
+    accelerator = Accelerator(cpu=True, **options)
+    model, other = _net(), _net()
+    model, other, *optimizers = accelerator.prepare(
+        model, other, *(torch.optim.SGD(one.parameters(), lr=1e-3) for one in (model, other))
+    )
+    x = torch.randn(4, 5, dtype=torch.float64)
+    if case == "closure":
+        optimizers[0].step(lambda: 0.0)
+    if case == "join":
+        with accelerator.join_uneven_inputs([model]):
+            pass
+    if case == "unsynced":
+        with accelerator.no_sync(model, unsynced=True):
+            accelerator.backward(model(x).square().mean())
+            optimizers[0].step()
+    for one, optimizer in zip((model, other), optimizers):  # as in a GAN
+        accelerator.backward(one(x).square().mean())
+        optimizer.step()
+
+
+def _refuse(case: str) -> str:
     with pytest.raises((UsageError, ConfigError)) as refused:
-        accelerator = Accelerator(cpu=True, **options)
-        model, other = _net(), _net()
-        model, other, *optimizers = accelerator.prepare(
-            model, other, *(torch.optim.SGD(one.parameters(), lr=1e-3) for one in (model, other))
-        )
-        x = torch.randn(4, 5, dtype=torch.float64)
-        if case == "closure":
-            optimizers[0].step(lambda: 0.0)
-        if case == "join":
-            with accelerator.join_uneven_inputs([model]):
-                pass
-        if case == "unsynced":
-            with accelerator.no_sync(model, unsynced=True):
-                accelerator.backward(model(x).square().mean())
-                optimizers[0].step()
-        for one, optimizer in zip((model, other), optimizers):  # as in a GAN
-            accelerator.backward(one(x).square().mean())
-            optimizer.step()
+        _use(case)
     return str(refused.value)
 
 
@@ -225,14 +229,19 @@ def _lose_level() -> str:
     accelerator = Accelerator(cpu=True, spike_guard="skip")
     model = _net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    x = torch.randn(4, 5, dtype=torch.float64)
+    for number in range(30):
+        _update(accelerator, model, optimizer, extra=100.0 if number >= 20 else 0.0)
+    assert optimizer.num_steps == 20
     with pytest.raises(LossSpikeError) as raised:
-        for number in range(40):
-            accelerator.backward(model(x).square().mean() + (100.0 if number >= 20 else 0.0))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert (number, optimizer.num_steps) == (30, 20)
+        _update(accelerator, model, optimizer, extra=100.0)
+    assert optimizer.num_steps == 20
     return str(raised.value)
+
+
+def _update(accelerator: Accelerator, model: nn.Module, optimizer: Any, *, extra: float) -> None:
+    accelerator.backward(model(torch.full((4, 5), 0.5, dtype=torch.float64)).square().mean() + extra)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_losses_that_do_not_come_back_end_the_run() -> None:

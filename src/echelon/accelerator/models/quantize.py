@@ -12,6 +12,7 @@ from torch import nn
 
 from echelon.accelerator.models.load_pretrained import load_checkpoint_in_model
 from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import require
 from echelon.base.warnings import warn
 from echelon.big_models.set_tensor import as_device
@@ -128,7 +129,7 @@ def load_and_quantize_model(
         if isinstance(layer, nn.Linear) and not any(name == part or f".{part}." in f".{name}." for part in skip)
     }
     if not chosen:
-        warn(f"{type(model).__name__} has no torch.nn.Linear layers to quantize (GPT-2 has Conv1D layers)")
+        warn(_("{name} has no torch.nn.Linear layers to quantize (GPT-2 has Conv1D layers)", name=type(model).__name__))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point():
             is_kept = any(part in name for part in keep)

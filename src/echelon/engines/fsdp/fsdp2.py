@@ -178,9 +178,13 @@ class FSDP2Engine(Engine):
         unsharded |= set(map(id, quantized.values()))
         if any(parameter.is_floating_point() for parameter in quantized.values() if not wrapped_tensors(parameter)):
             warn(
-                f"each rank keeps all 4-bit weights of {type(model).__name__}, which are stored as {next(iter(quantized.values())).dtype}: "
-                f"fully_shard would cast these bytes to {options.param_dtype}. To shard them, load the model with "
-                f"BitsAndBytesConfig(bnb_4bit_quant_storage={options.param_dtype})"
+                _(
+                    "each rank keeps all 4-bit weights of {name}, which are stored as {stored}: fully_shard would cast these "
+                    "bytes to {dtype}. To shard them, load the model with BitsAndBytesConfig(bnb_4bit_quant_storage={dtype})",
+                    name=type(model).__name__,
+                    stored=next(iter(quantized.values())).dtype,
+                    dtype=options.param_dtype,
+                )
             )
         reject_sparse(model, unsharded)
         # Scalars have no dimension to shard.
