@@ -240,6 +240,7 @@ def test_level_1_records_what_it_trains_with(tmp_path: Path) -> None:
         for x, y in ed.shard(DataLoader(TensorDataset(*SAMPLES), batch_size=4)):
             F.mse_loss(model(x), y).backward()
             optimizer.step()
+            assert _hyperparameters(tmp_path)["optimizer.class"] == "SGD"  # from the first step on
     assert _hyperparameters(tmp_path, "logged") == {"lr": 0.5, "model.api_key": "***"}
     assert {
         "optimizer.class": "SGD",
