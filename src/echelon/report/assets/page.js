@@ -250,7 +250,7 @@
     if (!tables.length) return grid.append(missingPanel("loss", t("Loss"), why("loss") || why("metrics"), "wide"));
     const keys = others.length ? h("ul", { class: "keys" }) : undefined;
     const what = isLogged ? t("The training loss is the one that the program has logged.") : t("The training loss is the mean over the ranks of the loss that is passed to backward, at each step.");
-    const average = !isLogged && tables.some((table) => table.columns.some((column) => column.isQuiet && !column.isLow && !column.band)) ? ` ${t("The dark line is its moving average, the light one its values.")}` : "";
+    const average = !isLogged && tables.some((table) => table.columns.some((column) => column.isQuiet && !column.isLow && !column.band)) ? ` ${t("The strong line is its moving average, the faint one its values.")}` : "";
     const node = panel("loss", t("Loss"), { hint: isLogged ? t("as logged") : t("mean over ranks"), cls: "wide tall", note: what + average });
     if (keys) node.querySelector(".plot").after(keys);
     grid.append(node);
