@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -42,7 +42,7 @@ from echelon.accelerator.prepare.data_loaders import skip_first_batches
 from echelon.accelerator.prepare.prepare_objects import prepare_arguments, prepare_for_evaluation, prepare_one_loader
 from echelon.accelerator.process import ProcessMembers
 from echelon.accelerator.profiling import ProfileKwargs, profile
-from echelon.accelerator.setup.build_session import build_session, dynamo_settings, resolve_settings
+from echelon.accelerator.setup.build_session import build_session, dynamo_settings, joined_names, resolve_settings
 from echelon.accelerator.state import AcceleratorState
 from echelon.accelerator.tracking import Tracking, record_settings
 from echelon.accelerator.update.micro_step import LocalBackward, MicroStep, join_uneven_inputs, trigger_sync_in_backward
@@ -101,6 +101,9 @@ class Accelerator(ProcessMembers):
         verify_action: what to do on a difference: ``stop`` with an error (default), or ``warn``.
         master_weights: with mixed precision, how weights that were loaded in bf16 or fp16 are trained: as ``float32`` copies, ``keep``
             (as they are), or ``stochastic`` (rounded by torchao's optimizers; docs/guides/precision.md). None: ``float32``.
+        activation_checkpointing: what each block keeps for the backward pass, which recomputes the rest: ``none`` (all), ``full`` (its
+            inputs), ``selective`` (also matrix products) or ``offload`` (its inputs, on the CPU). None: ``none`` (docs/engines.md).
+        activation_checkpointing_blocks: class names of the blocks. None: the model's ``_no_split_modules``.
 
     Args: Sharding and parallelism
         engine: engine name or ``Engine``. None: chosen from the number of processes and the sharding settings.
@@ -171,6 +174,8 @@ class Accelerator(ProcessMembers):
         master_weights: str | None = None,
         spike_guard: str | None = None,
         spike_factor: float | None = None,
+        activation_checkpointing: str | None = None,
+        activation_checkpointing_blocks: str | Sequence[str] | None = None,
     ) -> None:
         for name, value in {"torch_tp_plugin": torch_tp_plugin, "megatron_lm_plugin": megatron_lm_plugin}.items():
             if value is not None:
@@ -192,6 +197,8 @@ class Accelerator(ProcessMembers):
             "master_weights": master_weights,
             "spike_guard": spike_guard,
             "spike_factor": spike_factor,
+            "activation_checkpointing": activation_checkpointing,
+            "activation_checkpointing_blocks": joined_names(activation_checkpointing_blocks),
         }
         plugin = gradient_accumulation_plugin
         config = resolve_settings(mixed_precision, gradient_accumulation_steps, cpu, plugin, more=settings)

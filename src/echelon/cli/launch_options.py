@@ -198,7 +198,8 @@ GROUPS: Mapping[str, Sequence[click.Option]] = MappingProxyType(
         ),
         "Training": (
             *_settings(
-                "engine=NAME mixed_precision master_weights gradient_accumulation_steps parity max_micro_batch_size "
+                "engine=NAME mixed_precision master_weights activation_checkpointing "
+                "activation_checkpointing_blocks=CLASSES gradient_accumulation_steps parity max_micro_batch_size "
                 "canonical_shards speed verify_every verify_action spike_guard spike_factor allow_changed_data"
             ),
         ),
@@ -208,7 +209,7 @@ GROUPS: Mapping[str, Sequence[click.Option]] = MappingProxyType(
                 "fsdp_version fsdp_sharding_strategy fsdp_reshard_after_forward=[true|false|N] "
                 "fsdp_offload_params fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap=CLASSES "
                 "fsdp_min_num_params fsdp_ignored_modules=REGEX fsdp_state_dict_type "
-                "fsdp_cpu_ram_efficient_loading fsdp_activation_checkpointing"
+                "fsdp_cpu_ram_efficient_loading fsdp_activation_checkpointing fsdp_activation_checkpointing_offload"
             ),
         ),
         "Axes of the device mesh": (
@@ -343,7 +344,7 @@ GROUPS: Mapping[str, Sequence[click.Option]] = MappingProxyType(
             ),
             *_settings(
                 "rdzv_backend=NAME same_network fsdp_backward_prefetch fsdp_forward_prefetch "
-                "fsdp_use_orig_params fsdp_sync_module_states fsdp_activation_checkpointing_offload "
+                "fsdp_use_orig_params fsdp_sync_module_states "
                 "parallelism_config_cp_backend=NAME parallelism_config_sp_backend=NAME "
                 "parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
                 "parallelism_config_sp_attn_implementation=NAME"

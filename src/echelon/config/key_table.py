@@ -84,7 +84,7 @@ KEYS = (
     *(Key(field=field) for field in ("stall_timeout", "slow_timeout", "on_stall", "engine", "sharded_by")),
     Key(field="cpu", variable="ACCELERATE_USE_CPU", names=("use_cpu",), other_flags=("--use-cpu",)),
     Key(field="mixed_precision", variable="ACCELERATE_MIXED_PRECISION"),
-    Key(field="master_weights"),
+    *(Key(field=field) for field in ("master_weights", "activation_checkpointing", "activation_checkpointing_blocks")),
     Key(
         field="gradient_accumulation_steps",
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",

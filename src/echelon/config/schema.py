@@ -34,6 +34,7 @@ DynamoBackendName = Literal[
     "neuron",
 ]
 Parity = Literal["off", "exact", "bitwise"]
+ActivationMode = Literal["none", "full", "selective", "offload"]
 MasterWeightsMode = Literal["float32", "keep", "stochastic"]
 DynamoMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite"]
 Offload = Literal["none", "cpu", "nvme"]
@@ -90,6 +91,12 @@ class RunConfig:
     master_weights: MasterWeightsMode = "float32"
     """How trained weights that were loaded in bf16 or fp16 are stepped with mixed precision: as float32 copies (``float32``), as they
     are, so that small updates are lost (``keep``), or rounded stochastically by an optimizer of torchao (``stochastic``)."""
+    activation_checkpointing: ActivationMode = "none"
+    """What each block of a model keeps for the backward pass, in which it is recomputed: its inputs (``full``), also the outputs of
+    matrix products and attention (``selective``), or its inputs on the CPU (``offload``). ``none`` keeps everything."""
+    activation_checkpointing_blocks: str | None = None
+    """Comma-separated class names of the blocks that ``activation_checkpointing`` recomputes. Default: those that the model names
+    (``_no_split_modules``)."""
     gradient_accumulation_steps: int = 1
     """Number of micro-batches per optimizer step."""
     gradient_clipping: float | None = None
@@ -161,7 +168,7 @@ class RunConfig:
     fsdp_activation_checkpointing: bool | None = None
     """Recompute activations in the backward pass."""
     fsdp_activation_checkpointing_offload: bool | None = None
-    """Offload the inputs of checkpointed layers to the CPU; not supported yet."""
+    """Keep the inputs of recomputed layers on the CPU; requires ``fsdp_activation_checkpointing``."""
     fsdp_ignored_modules: str | None = None
     """Regular expression matching the names of modules that should not be sharded."""
 
@@ -279,15 +286,13 @@ def coerce(kinds: tuple[object, ...], name: str, value: object, *, where: str) -
     Raises:
         ConfigError: no type accepts ``value``, or it is out of range.
     """
-    if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-        if NoneType in kinds:
-            return None
-    else:
-        for kind in kinds:
-            found, typed = _as_kind(kind, value)
-            if found:
-                _check_range(name, typed, where)
-                return typed
+    if NoneType in kinds and (value is None or (isinstance(value, str) and value.lower() in ("none", "null"))):
+        return None
+    for kind in kinds:
+        found, typed = _as_kind(kind, value)
+        if found:
+            _check_range(name, typed, where)
+            return typed
     do = _("set {name} to {kinds}", name=name, kinds=_describe(kinds))
     if isinstance(value, str) and "$" in value:
         do += "; its shell variable was not expanded, because the value was in single quotes or in a config file"

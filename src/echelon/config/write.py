@@ -24,6 +24,8 @@ default_config_file = str(own_file())
 _OWN = (
     "engine",
     "master_weights",
+    "activation_checkpointing",
+    "activation_checkpointing_blocks",
     "parity",
     "max_micro_batch_size",
     "canonical_shards",

@@ -115,9 +115,17 @@ def accelerator_arguments(args: TrainingArguments, model: nn.Module | None) -> d
         master_weights=args.master_weights,
         spike_guard=args.spike_guard,
         spike_factor=args.spike_factor,
+        activation_checkpointing=activation_mode(args),
+        activation_checkpointing_blocks=args.activation_checkpointing_blocks,
         max_micro_batch_size=(args.max_micro_batch_size or args.train_batch_size) if is_exact else None,
         **settings,
     )
+
+
+def activation_mode(args: TrainingArguments) -> str | None:
+    """Return the Accelerator's ``activation_checkpointing``; None if the model's own method is meant (True), or nothing."""
+    given: object = args.activation_checkpointing  # annotated as transformers has it
+    return given if isinstance(given, str) else None
 
 
 def data_seed(args: TrainingArguments) -> int:
@@ -199,7 +207,9 @@ def _ddp_kwargs(args: TrainingArguments, model: nn.Module | None) -> Distributed
         names = ("is_activation_checkpointing", "is_gradient_checkpointing")
         name = next((name for name in names if hasattr(type(model), name)), None)
         checkpoints = None if name is None else getattr(model, name)
-        find_unused = checkpoints is None or not (checkpoints or args.activation_checkpointing)
+        find_unused = checkpoints is None or not (
+            checkpoints or args.activation_checkpointing not in (None, False, "none")
+        )
     options = {
         "find_unused_parameters": find_unused,
         "bucket_cap_mb": args.ddp_bucket_cap_mb,

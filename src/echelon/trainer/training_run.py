@@ -28,7 +28,7 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.arguments.training_arguments import recorded_arguments, resolve_path
-from echelon.trainer.build_accelerator import accumulation_options, data_seed, set_seeds
+from echelon.trainer.build_accelerator import accumulation_options, activation_mode, data_seed, set_seeds
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
     metric_for_best,
@@ -195,7 +195,7 @@ class TrainingRun:
         with contextlib.ExitStack() as stack:
             stack.callback(self._leave)
             session.memory.begin("train")
-            if args.activation_checkpointing:
+            if args.activation_checkpointing and activation_mode(args) is None:
                 enable_activation_checkpointing(trainer.model, args.activation_checkpointing_kwargs)
             stack.enter_context(noisy_embeddings(trainer.model, trainer.neftune_noise_alpha))
             if "underflow_overflow" in args.debug:

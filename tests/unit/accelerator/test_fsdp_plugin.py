@@ -240,7 +240,7 @@ def test_every_variable_is_read_and_code_overrides_it(monkeypatch: pytest.Monkey
     assert plugin.state_dict_type is StateDictType.SHARDED_STATE_DICT
     options = plugin.sharding_options(_world(), mixed_precision="no")
     assert options == ShardingOptions(
-        cpu_offload=True, activation_checkpointing=True, ram_efficient_loading=True, ignored="head.*"
+        cpu_offload=True, activation_checkpointing="full", ram_efficient_loading=True, ignored="head.*"
     )
     layer = nn.Linear(1, 1)
     given = FullyShardedDataParallelPlugin(
@@ -263,7 +263,7 @@ def test_how_state_is_saved_is_kept_and_may_be_changed_later() -> None:
     plugin.activation_checkpointing = plugin.cpu_offload = True
     plugin.auto_wrap_policy = "no_wrap"
     options = plugin.sharding_options(_world(), mixed_precision="no")
-    assert options == ShardingOptions(activation_checkpointing=True, cpu_offload=True, wrap_fn=wrap_nothing)
+    assert options == ShardingOptions(activation_checkpointing="full", cpu_offload=True, wrap_fn=wrap_nothing)
     assert plugin.sharding_options(_world(), mixed_precision="no") == options  # of a second Accelerator
     plugin.set_state_dict_type("FULL_STATE_DICT")
     assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
@@ -331,7 +331,7 @@ def test_settings_without_effect_are_reported_once(
         ({"mixed_precision_policy": {"parm_dtype": bf16}}, "did you mean 'PARAM_DTYPE'?"),
         ({"mixed_precision_policy": {"param_dtype": "b"}}, "param_dtype='b' is unknown"),
         ({"mixed_precision_policy": 16}, "mixed_precision_policy is a int"),
-        ({"activation_checkpointing_offload": True}, "activation_checkpointing_offload is not supported"),
+        ({"activation_checkpointing_offload": True}, "has no effect without activation_checkpointing"),
     ],
 )
 def test_invalid_plugin_settings_raise(arguments: dict[str, Any], text: str) -> None:

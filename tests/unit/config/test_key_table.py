@@ -197,7 +197,7 @@ def variables_of(key: Key, value: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("plugin", "given", "text"),
     [
-        (FullyShardedDataParallelPlugin, {"fsdp_activation_checkpointing_offload": True}, "is not supported"),
+        (FullyShardedDataParallelPlugin, {"fsdp_activation_checkpointing_offload": True}, "has no effect without"),
         (FullyShardedDataParallelPlugin, {"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "is not supported"),
         (FullyShardedDataParallelPlugin, {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "requires a size"),
         (DeepSpeedPlugin, {"fp8_backend": "MSAMP"}, "MS-AMP is not supported"),

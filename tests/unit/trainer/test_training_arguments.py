@@ -52,6 +52,7 @@ OWN: dict[str, Any] = {
     "pipeline_schedule": "1F1B",
     "pipeline_num_micro_batches": None,
     "master_weights": None,
+    "activation_checkpointing_blocks": None,
 }
 
 

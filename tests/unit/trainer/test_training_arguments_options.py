@@ -208,6 +208,24 @@ def test_activations_are_computed_again_with_the_same_result(tmp_path: Path) -> 
         Trainer(Words(), args, train_dataset=TEXTS).train()
 
 
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+def test_blocks_are_recomputed_as_the_accelerator_does(tmp_path: Path, mode: str) -> None:
+    plain = Trainer(Words(), _args(tmp_path), train_dataset=TEXTS)
+    plain.train()
+    calls: list[int] = []
+    args: Any = _args(tmp_path, gradient_checkpointing=mode, activation_checkpointing_blocks="Linear")
+    trainer = Trainer(Words(), args, train_dataset=TEXTS)
+    for module in trainer.model.modules():
+        if type(module).__name__ == "Linear":
+            forward = module.forward
+            module.forward = lambda *given, forward=forward: calls.append(1) or forward(*given)
+    trainer.train()
+    assert trainer.accelerator.config.value.activation_checkpointing == mode
+    assert len(calls) % 2 == 0  # once forward, once backward
+    assert calls
+    assert _equal(_weights(trainer), _weights(plain))
+
+
 def test_the_whole_model_is_cast_for_an_evaluation_and_comes_back(tmp_path: Path) -> None:
     seen = []
 

@@ -29,6 +29,7 @@ from echelon.base.messages.translation import gettext_noop as N_
 from echelon.compat.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
 from echelon.compat.variables import str_to_bool
 from echelon.config.plugin_arguments import plugin_arguments
+from echelon.config.schema import ActivationMode
 from echelon.config.sources import refuse_misspelled
 from echelon.engines.fsdp.options import ShardingOptions, wrap_nothing
 from echelon.world.world import World
@@ -119,7 +120,7 @@ class FullyShardedDataParallelPlugin:
     forward_prefetch: bool = None  # type: ignore[assignment]
     activation_checkpointing: bool = None  # type: ignore[assignment]
     activation_checkpointing_offload: bool = None  # type: ignore[assignment]
-    """Not supported."""
+    """Keep the inputs of recomputed units on the CPU, with ``activation_checkpointing``."""
     cpu_ram_efficient_loading: bool = None  # type: ignore[assignment]
     """Whether to load weights only on rank zero, which sends them to the other ranks in parts; each rank frees its own
     weights in the process. The environment variables that transformers reads are set accordingly."""
@@ -165,11 +166,11 @@ class FullyShardedDataParallelPlugin:
         self.activation_checkpointing = bool(self.activation_checkpointing)
         self.cpu_ram_efficient_loading = bool(self.cpu_ram_efficient_loading)
         self.activation_checkpointing_offload = bool(self.activation_checkpointing_offload)
-        if self.activation_checkpointing_offload:
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError(
-                "activation_checkpointing_offload is not supported by this version of echelon",
+                "activation_checkpointing_offload has no effect without activation_checkpointing",
                 where=self._where("activation_checkpointing_offload"),
-                do="remove it: activation_checkpointing=True alone keeps only one activation per unit on the device",
+                do="set activation_checkpointing=True, too",
             )
         return self._resolve_precision()
 
@@ -398,11 +399,16 @@ class FullyShardedDataParallelPlugin:
             reduce_dtype=policy.reduce_dtype,
             output_dtype=policy.output_dtype,
             cast_forward_inputs=policy.cast_forward_inputs,
-            activation_checkpointing=self.activation_checkpointing,
+            activation_checkpointing=self._activation_mode(),
             ignored=ignored if isinstance(ignored, str) else tuple(ignored or ()),
             ram_efficient_loading=self.cpu_ram_efficient_loading,
             **self._units(),
         )
+
+    def _activation_mode(self) -> ActivationMode:
+        if not self.activation_checkpointing:
+            return "none"
+        return "offload" if self.activation_checkpointing_offload else "full"
 
     def _replicas(self, world: World, given: int | None) -> int:
         strategy = self.sharding_strategy

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from echelon.accelerator.compile import compile_regions, compile_whole, compiles, is_compiled, uncompiled
 from echelon.accelerator.current import living_accelerators
 from echelon.accelerator.plugins.configuration import TorchDynamoPlugin
+from echelon.accelerator.prepare.activations import recompute_blocks
 from echelon.accelerator.prepare.build_deepspeed import reject_placeholders
 from echelon.accelerator.prepare.canonical_chunks import prepare_canonical_chunks
 from echelon.accelerator.prepare.data_loaders import rng_type_names
@@ -129,6 +130,7 @@ def _prepare_unprepared(
                 do=_("remove device_map to load it on one device"),
             )
         _place_and_cast(session, model, optimizers, place=place)
+        recompute_blocks(session, model)
         choose_memory_format(session, model)
     bare = [model for model, _ in models]
     session.update.check_prepared(bare, optimizers)
@@ -193,6 +195,7 @@ def prepare_stages(session: Session, model: nn.Module) -> None:
     Collective: call on every rank.
     """
     _place_and_cast(session, model, (), place=session.device_placement)
+    recompute_blocks(session, model)
     prepared = _distribute(session, [model], (), ())
     if session.precision.mode != "no":  # on all ranks, because only some may have weights that were cast
         session.masters.follow_stages(model, session.world.world_size)

@@ -341,6 +341,11 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str,
     }
 
 
+def joined_names(names: str | Sequence[str] | None) -> str | None:
+    """Return class names as the settings have them, separated by commas."""
+    return names if names is None or isinstance(names, str) else ",".join(names)
+
+
 def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     """Return one handler of each type; a subclass counts as its base."""
     kinds: tuple[type[KwargsHandler], ...] = (

@@ -24,6 +24,7 @@ from echelon.base.messages.translation import gettext as _
 from echelon.base.versions import torch_version
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.ddp.replica import average_gradients
+from echelon.engines.activation_checkpointing import checkpoint_activations
 from echelon.engines.base import Engine, LocalGradient, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
@@ -43,7 +44,7 @@ from echelon.engines.fsdp.sharded_model import (
     total_norm,
     warn_on_shard_values,
 )
-from echelon.engines.fsdp.wrap_policy import checkpoint_activations, ignored_parameters, modules_to_shard, reject_sparse
+from echelon.engines.fsdp.wrap_policy import ignored_parameters, modules_to_shard, reject_sparse
 from echelon.engines.output_hooks import ZeroOutputGradients, flatten_outputs_for_hooks
 from echelon.engines.param_groups import (
     clear_unreduced_gradients,
@@ -202,8 +203,10 @@ class FSDP2Engine(Engine):
         units = modules_to_shard(model, options) if pipeline is None else pipeline.units()
         blocks = [block for block in units if block not in experts]
         _require_whole_activations(model, blocks)
-        if options.activation_checkpointing:
-            checkpoint_activations(blocks)
+        if options.activation_checkpointing != "none":
+            checkpoint_activations(
+                blocks, options.activation_checkpointing, where="fsdp_plugin, activation_checkpointing"
+            )
         settings: dict[str, Any] = {
             "mesh": self._device_mesh(),
             # Else each micro-batch of a pipeline would gather the parameters twice.

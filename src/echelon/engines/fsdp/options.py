@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from echelon.base.errors import ConfigError
+from echelon.config.schema import ActivationMode
 from echelon.engines.tensor_parallel.options import TensorParallelOptions
 
 
@@ -54,8 +55,8 @@ class ShardingOptions:
     """Minimum number of parameters in a unit, excluding units inside it."""
     wrap_fn: Callable[[nn.Module], bool] | None = None
     """Function that returns whether a module is a unit."""
-    activation_checkpointing: bool = False
-    """Whether to recompute each unit's activations in the backward pass."""
+    activation_checkpointing: ActivationMode = "none"
+    """What each unit keeps for the backward pass, in which it is recomputed."""
     ignored: tuple[nn.Module | nn.Parameter, ...] | str | Callable[[nn.Module], bool] = ()
     """Modules and parameters that are not sharded: the objects, a regular expression for their full names, or a function that
     returns whether to ignore a module."""

@@ -1,14 +1,12 @@
-"""Selects a model's sharding units and ignored parameters, and enables activation checkpointing for the units."""
+"""Selects a model's sharding units and ignored parameters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable
-from functools import partial
+from collections.abc import Container, Iterable
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from echelon.base.errors import ConfigError, UsageError
 from echelon.engines.fsdp.options import ShardingOptions
@@ -105,16 +103,6 @@ def ignored_parameters(model: nn.Module, ignored: Any) -> list[nn.Parameter]:
             do="pass a regular expression that matches a full name from named_modules() or named_parameters()",
         )
     return list({id(p): p for p in found}.values())
-
-
-def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
-    """Checkpoint each block's activations without changing parameter names (with non-reentrant torch.utils.checkpoint)."""
-    for block in blocks:
-        block.forward = partial(_recomputed, block.forward)
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def reject_sparse(model: nn.Module, unsharded: Container[int]) -> None:

@@ -419,8 +419,8 @@ _PICKLE = N_(
 )
 _OUT_OF_MEMORY = N_(
     "use a smaller micro-batch and gradient_accumulation_steps, which keep the batch of an update; store "
-    "fewer activations (model.gradient_checkpointing_enable(), or activation_checkpointing in the "
-    "sharding settings); use mixed_precision='bf16'; with several devices, shard the model and the "
+    "fewer activations (activation_checkpointing='selective' or 'full'); use mixed_precision='bf16', and "
+    "master_weights='keep' if the model was loaded in bf16; with several devices, shard the model and the "
     "optimizer (engine='fsdp2'). If the message says that much memory is reserved but unallocated, set "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )

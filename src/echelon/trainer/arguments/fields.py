@@ -59,7 +59,9 @@ class TrainingFields:
     fp16_full_eval: bool = setting(False, "Evaluate entirely in float16.")
     tf32: bool | None = setting(None, "Allow TF32 matrix multiplication (default: torch's setting).")
     # Memory and speed.
-    activation_checkpointing: bool | None = setting(None, "Recompute activations in the backward pass to save memory.")
+    activation_checkpointing: bool | None = setting(  # text in code only: the parser takes one type
+        None, "Recompute activations in the backward pass: True, or (in code) 'full', 'selective' or 'offload'."
+    )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = setting(
         None, "Arguments for activation checkpointing, as a dict."
     )
@@ -252,6 +254,9 @@ class TrainingFields:
     master_weights: str | None = extra(
         None,
         "With bf16 or fp16, train weights loaded in that dtype as 'float32' (default), 'keep' it, or 'stochastic'.",
+    )
+    activation_checkpointing_blocks: str | None = extra(
+        None, "Class names of the blocks, if activation_checkpointing is 'full', 'selective' or 'offload'."
     )
 
     logging_dir: ClassVar[str | None] = None

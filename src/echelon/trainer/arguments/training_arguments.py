@@ -69,6 +69,9 @@ _LEVELS = {
 }
 _TOKENS = ("no", "all", "non_padding")
 _SAMPLING = ("random", "sequential", "group_by_length", "batch_rebalance")
+# What to recompute may also be given as a mode of the Accelerator.
+_BOOL_OR_MODE = ("activation_checkpointing", "gradient_checkpointing")
+_ACTIVATION_MODES = ("none", "full", "selective", "offload")
 _DICTS = (
     "accelerator_config",
     "fsdp_config",
@@ -141,6 +144,8 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
         for item in fields(self):
             value, kind = getattr(self, item.name), str(item.type).removesuffix(" | None")
             if kind not in _PARSERS or not isinstance(value, str):
+                continue
+            if item.name in _BOOL_OR_MODE and value in _ACTIVATION_MODES:
                 continue
             parse, meaning = _PARSERS[kind]
             try:

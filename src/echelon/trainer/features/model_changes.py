@@ -64,7 +64,8 @@ def enable_activation_checkpointing(model: nn.Module, options: Any) -> None:
         f"activation_checkpointing=True, but {type(model).__name__} does not support it"
         + (f" with {', '.join(more)}" if more else ""),
         where="TrainingArguments.activation_checkpointing",
-        do="use torch.utils.checkpoint in the model, or add a gradient_checkpointing_enable method to it",
+        do="set activation_checkpointing='full' and activation_checkpointing_blocks to the class names of its blocks, or add a "
+        "gradient_checkpointing_enable method to it",
     )
 
 
