@@ -100,7 +100,7 @@ API: dict[str, tuple[str, str, list[str]]] = {
             "echelon.DataLoaderConfiguration", "echelon.GradientAccumulationPlugin", "echelon.FullyShardedDataParallelPlugin",
             "echelon.DeepSpeedPlugin", "echelon.ParallelismConfig", "echelon.AutocastKwargs", "echelon.DistributedDataParallelKwargs",
             "echelon.GradScalerKwargs", "echelon.InitProcessGroupKwargs", "echelon.ProfileKwargs", "echelon.DistributedType",
-            "echelon.DDPCommunicationHookType", "echelon.PartialState", "echelon.accelerator.AcceleratorState", "echelon.accelerator.GradientState",
+            "echelon.DDPCommunicationHookType", "echelon.PartialState", "echelon.accelerator.AcceleratorState", "echelon.accelerator.explain_out_of_memory", "echelon.accelerator.GradientState",
             "echelon.accelerator.AcceleratedOptimizer", "echelon.accelerator.AcceleratedScheduler",
             "echelon.accelerator.DummyOptim", "echelon.accelerator.DummyScheduler", "echelon.EMA", "echelon.SWA", "echelon.LocalSGD", "echelon.MixtureOfExperts",
         ],

@@ -5,6 +5,7 @@ from echelon.compat import torch_required as _torch_required  # noqa: F401 - fir
 # isort: split
 from echelon.accelerator.accelerator import Accelerator
 from echelon.accelerator.gradient_state import GradientState
+from echelon.accelerator.out_of_memory import explain_out_of_memory
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration, GradientAccumulationPlugin
 from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin
 from echelon.accelerator.plugins.kwargs_handlers import (
@@ -41,4 +42,5 @@ __all__ = [
     "InitProcessGroupKwargs",
     "ParallelismConfig",
     "PartialState",
+    "explain_out_of_memory",
 ]

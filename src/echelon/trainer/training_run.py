@@ -17,6 +17,7 @@ from torch import nn
 
 from echelon.accelerator.checkpoint.folders import same_on_all_ranks
 from echelon.accelerator.memory import clear_device_cache
+from echelon.accelerator.out_of_memory import log_out_of_memory
 from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.tracking import record_hyperparameters
@@ -214,6 +215,7 @@ class TrainingRun:
             try:
                 return self._run()
             except (Exception, KeyboardInterrupt) as error:
+                log_out_of_memory(error)
                 if args.save_on_exception:
                     self._save_after_error(error)
                 raise

@@ -44,13 +44,13 @@ class Line(nn.Module):
 
 def _optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, GAMMA)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: GAMMA**step)
 
 
 def _rows(bad: tuple[int, ...]) -> tuple[Rows, list[int]]:
     """Return the rows, and the numbers of the updates whose batches are good.
 
-    The loss of the batch ``POISON`` is as low as the others, but its gradient is so large that the update spoils the weights.
+    The loss of the batch ``POISON`` (or the last one) is as low as the others, but its gradient is so large that the update spoils the weights.
     """
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(NUM * BATCH, 5, generator=generator, dtype=torch.float64)
@@ -61,9 +61,9 @@ def _rows(bad: tuple[int, ...]) -> tuple[Rows, list[int]]:
         rows[HIGH * BATCH + 2]["labels"] += 500.0
     if NAN in bad:
         rows[NAN * BATCH + 5]["labels"] *= float("nan")
-    if POISON in bad:
-        model, _, _ = _plain(rows, [number for number in good if number < POISON])
-        row = rows[POISON * BATCH + 3]
+    for poison in {POISON, NUM - 1} & {*bad}:
+        model, _, _ = _plain(rows, [number for number in good if number < poison])
+        row = rows[poison * BATCH + 3]
         row["x"] = row["x"] * 1e4
         row["labels"] = model(row["x"][None])["logits"].detach()[0] + 1.0
     return rows, good
@@ -203,4 +203,15 @@ def test_a_run_resumed_before_between_or_right_after_spikes_skips_the_same_sampl
     )
     assert found["skipped"] == [(n * BATCH, n * BATCH + BATCH - 1) for n in (NAN, HIGH, POISON)]
     saved = load_file(tmp_path / f"checkpoint-{len(good)}" / "model.safetensors")
+    torch.testing.assert_close(saved["layer.weight"], model.state_dict()["layer.weight"], rtol=1e-12, atol=1e-13)
+
+
+def test_a_checkpoint_of_the_end_of_an_epoch_is_saved_again_without_the_step_that_was_undone(tmp_path: Path) -> None:
+    last = NUM - 1
+    rows, _ = _rows((last,))
+    model, _, _ = _plain(rows, [*range(last), 0])
+    options: dict[str, Any] = {"size": 3, "num_train_epochs": 2, "max_steps": NUM + 1, "save_strategy": "epoch"}
+    found = run_on_ranks(_train, str(tmp_path), "rollback", (last,), "exact", 1, options, world_size=2)
+    assert found[0]["skipped"] == [(last * BATCH, NUM * BATCH - 1)]
+    saved = load_file(tmp_path / f"checkpoint-{NUM}" / "model.safetensors")
     torch.testing.assert_close(saved["layer.weight"], model.state_dict()["layer.weight"], rtol=1e-12, atol=1e-13)

@@ -54,8 +54,12 @@ class Recorder:
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    def add(self, error: BaseException, *, where: str) -> None:
-        """Record ``error``, which was raised in ``where`` (``main`` or a thread name). Never raises."""
+    def add(self, error: BaseException, *, where: str, memory: Any = None) -> None:
+        """Record ``error``, which was raised in ``where`` (``main`` or a thread name). Never raises.
+
+        Args:
+            memory: what filled the memory (``_memory_report``).
+        """
         if os.getpid() != self._pid:
             return  # a child that the script forked; its errors are not errors of the rank
         self.has_failed = self.has_failed or where == "main"
@@ -65,6 +69,7 @@ class Recorder:
             "type": _type_name(error),
             "message": _text_with_attribute(error),
             **_parts(error),
+            **({} if memory is None else {"do": memory.advice}),
             "chain": [f"{_type_name(cause)}: {_text(cause)}" for cause in _causes(error)],
             "frames": _frames(error.__traceback__),
             "collectives": None if self._reporter is None else self._reporter.collectives(),
@@ -217,12 +222,15 @@ def main(argv: list[str]) -> None:
         _quiet_interrupt()
     except BaseException as error:  # noqa: BLE001 - record any exception that ends the script
         error = _without_worker(error)
-        recorder.add(error, where="main")
+        memory = _memory_report(error)
+        recorder.add(error, where="main", memory=memory)
         # Do not re-raise, or the traceback would start with this file. The hook may be the user's (rich, IPython).
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         if mode == "shared":
             _end_last_line()
         _print_traceback(error, recorder, mode=mode)
+        if memory is not None:
+            print(memory, file=sys.stderr)  # also of other ranks, because each has its own tensors
         if mode == "debug":
             _debug_post_mortem(error)
         # Errors of echelon have an exit code, such as 74 for a checkpoint that cannot be written.
@@ -230,6 +238,18 @@ def main(argv: list[str]) -> None:
     finally:
         if mode == "shared":
             _end_last_line()
+
+
+def _memory_report(error: BaseException) -> Any:
+    """Return what filled the memory of a program with an Accelerator, if ``error`` says that it is full; otherwise None."""
+    module = sys.modules.get(
+        "echelon.accelerator.out_of_memory"
+    )  # loaded by programs with an Accelerator, not by this file
+    try:
+        return None if module is None else module.explain_out_of_memory(error)
+    except Exception as problem:  # noqa: BLE001 - there is little memory left, and the error itself matters more
+        print(f"echelon: cannot tell what fills the memory: {type(problem).__name__}: {problem}", file=sys.stderr)
+        return None
 
 
 def _is_of_echelon(error: BaseException) -> bool:
