@@ -105,7 +105,7 @@ def test_the_example_on_the_page_matches_the_output(
 ) -> None:
     text = page.read_text(encoding="utf-8")
     settings = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)[0]
-    message = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)[0]
+    message = re.findall(r"```text\n(echelon: .*?)```", text, flags=re.DOTALL)[-1]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LANGUAGE", locale)
     Path("echelon.toml").write_text(settings)
