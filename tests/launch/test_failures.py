@@ -50,7 +50,8 @@ def fail(command: Command, body: str, *flags: str) -> Result:
     report = result.err[result.err.index("echelon: ") :].splitlines()
     assert len(report) <= 30
     assert any(line.startswith("  where: ") for line in report)
-    assert any(line.startswith("  do:    ") for line in report)
+    assert any(line.startswith("  logs:  ") for line in report)  # and no advice: the exception says all that is known
+    assert not any(line.startswith("  do:    ") for line in report)
     return result
 
 

@@ -138,3 +138,65 @@ def test_a_gather_on_the_main_process_is_not_uneven_data(command: Command) -> No
     assert "but rank 1 does not: it is in a forward or backward pass" in text
     assert re.search(r"rank 0: in gather of float32\[\]; [^;]*; " + at(command, fault), text)
     assert "`if accelerator.is_main_process:`" in text
+
+
+LEAVES = """
+import sys
+import torch
+from echelon.distributed import barrier, process_group, reduce
+def train(world):
+    total = reduce(torch.ones(4), "sum")
+    if world.rank == 1:
+        END
+    barrier()
+with process_group() as world:
+    train(world)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("sys.exit()", r"exited \(code 0\): sys\.exit\(\) at \S*train.py:8: sys\.exit\(\)"),
+        ("return", r"exited \(code 0\): the end of its program"),
+        ("import os; os._exit(0)", r"exited \(code 0\): without Python's exit \(os\._exit\)"),
+    ],
+)
+def test_a_rank_that_leaves_ends_the_run_with_its_line_and_the_line_that_waits(
+    end: str, told: str, command: Command
+) -> None:
+    command.write("train.py", LEAVES.replace("END", end))
+    result = command.launch("-q", "--cpu", "--num_processes=2", "train.py")  # the limit of other stalls is 60 s
+    assert result.code == 124, result.err
+    text = report(result)
+    assert text.startswith("echelon: stall (a rank that has exited): rank 1 has exited, but rank 0 still waits in a")
+    assert re.search("rank 1: " + told, text), text
+    assert re.search("rank 0: in barrier; " + r"at \S*train\.py:9: barrier\(\)", text), text
+    assert "where: this wait can never end; the run stops (--on_stall)" in text
+    assert "collectives unknown" not in text
+
+
+SILENT = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+def mean(x):
+    dist.all_reduce(x)
+    return x / dist.get_world_size()
+mean(torch.ones(4, dtype=torch.int32 if dist.get_rank() == 1 else torch.float32))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_debug_compares_collectives_of_torch_that_fail_in_no_other_way(command: Command) -> None:
+    command.write("train.py", SILENT)
+    result = command.launch("-q", "--cpu", "--num_processes=3", "--debug", "train.py")
+    assert result.code == 1, result.err
+    text = report(result)
+    assert text.startswith("echelon: different shapes: rank 1 does not make the same call as the other ranks: ")
+    place = at(command, "dist.all_reduce(x)")
+    assert re.search(rf"rank 1: called all_reduce number 1 of int\[4\]; {place}", text), text
+    assert re.search(rf"ranks 0, 2: called all_reduce number 1 of float\[4\]; {place}", text), text
+    assert command.launch("-q", "--cpu", "--num_processes=3", "train.py").code == 0  # which is why there is --debug

@@ -183,6 +183,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
             stall=StallRules(
                 timeout=timedelta(seconds=resolved.value.stall_timeout),
                 on_stall=resolved.value.on_stall,
+                max_restarts=flags["max_restarts"],
                 slow_timeout=None
                 if resolved.value.slow_timeout is None
                 else timedelta(seconds=resolved.value.slow_timeout),
@@ -192,6 +193,7 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
             directory=directory,
             began_ns=began_ns,
             record=record,
+            is_debug=resolved.value.debug,
         )
         try:
             code = _run(request, processes, machines, plan, variables, outputs, rules, interrupts)

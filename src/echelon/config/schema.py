@@ -76,9 +76,10 @@ class RunConfig:
     slow_timeout: float | None = None
     """Report a rank as stalled after this many seconds of compiling, importing, saving, loading, being in a phase declared as
     slow, or computing while other ranks wait. 0 disables the limit. Default: ten times ``stall_timeout``."""
-    on_stall: Literal["report", "restart", "stop"] = "report"
+    on_stall: Literal["auto", "report", "restart", "stop"] = "auto"
     """What to do after reporting a stall: nothing else (``report``), restart the processes, at most ``max_restarts`` times
-    (``restart``), or stop with exit code 124 (``stop``)."""
+    (``restart``), or stop with exit code 124 (``stop``). ``auto`` does so only if the run certainly cannot continue: it then
+    restarts the processes or, after ``max_restarts``, stops; other stalls are only reported."""
     engine: str | None = None
     """How to parallelize: ``single``, ``dp``, ``ddp``, ``zero1``, ``fsdp2`` or ``deepspeed``. Default: follows from the number of
     processes and the sharding settings."""
@@ -137,7 +138,8 @@ class RunConfig:
     allow_changed_data: bool = False
     """Resume in the middle of an epoch even if the data has changed, and log the position."""
     debug: bool = False
-    """Before each collective, check that structure, shapes and dtypes match across ranks, on every backend."""
+    """Before each collective of echelon, check that structure, shapes and dtypes match across ranks, on every backend. With
+    ``echelon launch``, also compare the collectives of plain torch, once a second (docs/diagnosis.md)."""
 
     fsdp_version: Literal[1, 2] | None = None
     """Version of FSDP from which the ``fsdp_*`` settings take their names; both use torch's ``fully_shard``. Default: 1."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 # Sizes may differ between ranks, so only the kind is compared.
@@ -22,6 +22,10 @@ class CollectiveCall:
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     is_over: bool = False
+    place: str = field(default="", compare=False)
+    """The user's line that called it."""
+    is_refused: bool = False
+    """Whether torch has compared it with the calls of the other ranks and refused it, whatever may differ in general."""
 
     def __str__(self) -> str:
         tensors = ", ".join(f"{dtype.lower()}{list(size)}" for size, dtype in zip(self.sizes, self.dtypes))
@@ -31,7 +35,10 @@ class CollectiveCall:
         """Return whether this call and ``other`` on another rank can belong to the same operation."""
         if self.kind != other.kind:
             return False
-        return self.kind in _UNLIKE_SIZES or (self.sizes, self.dtypes) == (other.sizes, other.dtypes)
+        return (self.kind in _UNLIKE_SIZES and not self.is_refused) or (self.sizes, self.dtypes) == (
+            other.sizes,
+            other.dtypes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +81,9 @@ def read_history(data: Any) -> dict[str, History]:
                 sizes=tuple(tuple(int(n) for n in size) for size in sizes),
                 dtypes=tuple(map(str, dtypes)),
                 is_over=bool(is_over),
+                place=str(place),
             )
-            for number, kind, sizes, dtypes, is_over in group["entries"]
+            for number, kind, sizes, dtypes, is_over, place in group["entries"]
         )
         found[str(name)] = History(ranks=tuple(int(rank) for rank in group["ranks"]), started=started)
     return found

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import TypeAlias, final
 
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
-from echelon.diagnose.collectives import Divergence, History, first_divergence
+from echelon.diagnose.collectives import CollectiveCall, Divergence, History, first_divergence
+from echelon.diagnose.deadlock import find_vain_waits
 from echelon.status.board import Doing, Phase, StatusNote, StepPart, Times, Watch
 from echelon.status.call_site import CallSite, is_user_file
 
@@ -31,6 +32,10 @@ _PARTS = MappingProxyType(
         StepPart.OTHER: N_("outside the model"),
     }
 )
+_VAIN_S = 2.0
+"""How long a rank must have waited in vain without progress before its wait is looked at, beside a rank that has ended."""
+_ALL_WAIT_S = 5.0
+"""The same if no rank has ended, but all ranks wait."""
 _PhaseKey: TypeAlias = tuple[str, int]
 _AWAY = "away"
 """The suspicion against a rank that makes no progress outside of waits; it counts only while another rank waits."""
@@ -44,12 +49,24 @@ class Class(Enum):
     STOPPED = N_("a stopped process")
     SILENT = N_("a rank that does not answer")
     UNEVEN = N_("uneven data")
+    EXITED = N_("a rank that has exited")
     OTHER_OPERATION = N_("different collectives")
     OTHER_SHAPE = N_("different shapes")
     MISSING = N_("a missing rank")
     LONG = N_("a phase that takes too long")
     SLOW = N_("slow, but alive")
     UNKNOWN = N_("unknown")
+
+
+class Ending(Enum):
+    """How a program ended that succeeded."""
+
+    NONE = ""
+    """It is running, has failed, or ended without Python's exit."""
+    EXIT = "exit"
+    """``sys.exit()``."""
+    END = "end"
+    """The end of the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +152,8 @@ class Answer:
     histories: Mapping[str, History] = field(default_factory=dict)
     no_histories: str = ""
     """Why ``histories`` is empty."""
+    ending: Ending = Ending.NONE
+    """How the rank's program ended, with ``sys.exit`` at ``call_site``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +169,8 @@ class Stall:
     """Each rank's state and call site."""
     do: str
     waited_s: float
+    is_certain: bool = False
+    """Whether the run cannot continue, because ranks wait in collectives that can never complete (``deadlock.py``)."""
 
     @property
     def is_alarm(self) -> bool:
@@ -231,6 +252,41 @@ class StallClock:
         if any(reason == _AWAY for reason, _ in found) and not self._has_waited_too_long(running, now):
             found = [suspicion for suspicion in found if suspicion[0] != _AWAY]
         return frozenset(found)
+
+    def waits_in_vain(self, views: Sequence[RankView], now: float) -> frozenset[tuple[str, int]]:
+        """Return (suspicion, rank) pairs for ranks that may wait in vain, which is looked at long before the timeout.
+
+        These are ranks that wait, without progress, after another rank has ended, and all ranks of a run in which all wait.
+        """
+        running = [view for view in views if view.exit_code is None and not _has_ended(view)]
+        if any(view.is_debugged for view in running):
+            return frozenset()
+        has_ended = any(map(_has_succeeded, views))
+        standing = [view.rank for view in running if self._stands(view, now, _VAIN_S if has_ended else _ALL_WAIT_S)]
+        if not has_ended and (len(standing) < len(running) or len(standing) < 2):
+            return frozenset()
+        return frozenset(("waits in vain", rank) for rank in standing)
+
+    def vain_waits(
+        self, views: Sequence[RankView], answers: Mapping[int, Answer], now: float
+    ) -> Mapping[int, frozenset[int]]:
+        """Return the ranks that wait in calls that can never complete, each with the ranks that never join its call."""
+        histories = {rank: answer.histories for rank, answer in answers.items()}
+        standing = [view for view in views if view.exit_code is None and self._stands(view, now, _VAIN_S)]
+        at_barrier = {
+            view.rank for view in standing if view.note is not None and view.note.waits and view.note.awaits_all
+        }
+        # In other loops of echelon, a rank waits for some ranks only, which are not known here.
+        in_torch = {view.rank for view in standing if view.note is None or not view.note.waits}
+        ended = {view.rank for view in views if _has_succeeded(view)}
+        return find_vain_waits(at_barrier | in_torch, at_barrier=at_barrier, ended=ended, histories=histories)
+
+    def _stands(self, view: RankView, now: float, limit_s: float) -> bool:
+        """Return whether the rank is known to wait for other ranks and has made no progress for ``limit_s``."""
+        last = self._last_progress.get(view.rank)
+        if last is None or not view.waits or _has_ended(view) or view.is_stopped or self.is_silent(view, now):
+            return False
+        return now - last.time >= min(limit_s, self._timeout_s)
 
     def _track_phase(self, view: RankView, now: float) -> None:
         if not self.declared(view, now):
@@ -321,6 +377,13 @@ def _has_ended(view: RankView) -> bool:
     return view.watch is not None and bool(view.watch.doing & Doing.ENDED)
 
 
+def _has_succeeded(view: RankView) -> bool:
+    """Return whether the rank's program has ended with success; its process may need a moment longer."""
+    if view.exit_code is not None:
+        return view.exit_code == 0
+    return _has_ended(view) and view.watch is not None and bool(view.watch.doing & Doing.FINISHED)
+
+
 def _phase_of(view: RankView) -> _PhaseKey:
     """Return the key for the declared phase that the rank is in."""
     # The time distinguishes the iterations of a loop that declares each of them.
@@ -345,6 +408,8 @@ def diagnose(
     def stall(kind: Class, culprits: Sequence[int], what: str, do: str) -> Stall:
         return Stall(kind=kind, culprits=tuple(culprits), what=what, ranks=texts, do=do, waited_s=waited)
 
+    if vain := clock.vain_waits(views, answers, now):
+        return _of_vain_waits(vain, views, answers, stall)
     waiters = ""
     if waiting:
         ranks = name_ranks([view.rank for view in waiting])
@@ -391,8 +456,9 @@ def diagnose(
         return None
     # A process may keep running long after its program has ended, while other ranks wait for it.
     if ended := [view.rank for view in views if view.exit_code == 0 or (view.exit_code is None and _has_ended(view))]:
+        kind, do = _of_ended_ranks([view.rank for view in waiting], answers)
         what = _("{ended} {verb} exited{waiters}", ended=name_ranks(ended), verb=_has(ended), waiters=waiters)
-        return stall(Class.UNEVEN, ended, what, _(_UNEVEN))
+        return stall(kind, ended, what, do)
     away = [view for view in undeclared if not view.waits]
     if idle := [view.rank for view in away if not clock.is_busy(view, now)]:
         what = _(
@@ -429,6 +495,74 @@ def diagnose(
     return _without_histories(running, answers, stall)
 
 
+def _of_vain_waits(
+    vain: Mapping[int, frozenset[int]],
+    views: Sequence[RankView],
+    answers: Mapping[int, Answer],
+    stall: Callable[[Class, Sequence[int], str, str], Stall],
+) -> Stall:
+    """Return the stall of ranks that wait in calls that can never complete (``StallClock.vain_waits``)."""
+    waiting = sorted(vain)
+    awaited = {rank for ranks in vain.values() for rank in ranks}
+    if ended := [view.rank for view in views if view.rank in awaited and _has_succeeded(view)]:
+        kind, do = _of_ended_ranks(waiting, answers)
+        what = _(
+            "{ended} {verb} exited, but {waiting} still wait{s} in a collective",
+            ended=name_ranks(ended),
+            verb=_has(ended),
+            waiting=name_ranks(waiting),
+            s="s" if len(waiting) == 1 else "",
+        )
+        return replace(stall(kind, ended, what, do), is_certain=True)
+    operations = {view.rank: _operation_of(view, answers.get(view.rank)) for view in views}
+    found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
+    if found is None:
+        what = _("{ranks} wait for each other in different collectives", ranks=name_ranks(waiting))
+        return replace(stall(Class.OTHER_OPERATION, (), what, _(_SAME)), is_certain=True)
+    kind, what, do = _of_divergence(found, answers, operations)
+    one = stall(kind, found.diverging, what, do)
+    ranks = dict(one.ranks)
+    for rank, collective in found.at.items():
+        if collective is not None and collective.is_over:  # the rank has gone on
+            ranks[rank] = _(
+                "{state}; before: {call} at {place}", state=ranks[rank], call=collective, place=collective.place
+            )
+    return replace(one, ranks=ranks, is_certain=True)
+
+
+def _of_ended_ranks(waiting: Collection[int], answers: Mapping[int, Answer]) -> tuple[Class, str]:
+    """Return kind and advice for ranks that have ended while ``waiting`` wait for them."""
+    if any(rank in answers and answers[rank].trains for rank in waiting):
+        return Class.UNEVEN, _(_UNEVEN)
+    return Class.EXITED, _(EARLY_EXIT)
+
+
+def describe_ending(words: Answer | None, note: StatusNote | None, watch: Watch | None) -> str:
+    """Return how and where the program of a rank ended that exited with code 0.
+
+    Args:
+        words: what it recorded at its end; None if it ended without Python's exit.
+        note: the last record of its program.
+        watch: its last heartbeat.
+    """
+    place = "" if words is None or words.call_site is None else str(words.call_site)
+    if words is None:
+        parts = [_("without Python's exit (os._exit)")]
+    elif words.ending is Ending.EXIT:
+        parts = [_("sys.exit() at {place}", place=place) if place else _("sys.exit()")]
+    else:
+        parts = [_("the end of its program")]
+    if note is not None and (note.step or note.phase):
+        parts.append(_("step {step}", step=note.step) + (_(", ") + _(str(note.phase)) if note.phase else ""))
+    if not place and watch is not None and watch.file and is_user_file(watch.file):
+        parts.append(_("last seen at {place}", place=f"{watch.file}:{watch.line}"))
+    calls = [] if words is None else [group.started[-1] for group in words.histories.values() if group.started]
+    parts += [
+        _("its last collective: {call} at {place}", call=call, place=call.place) for call in calls[:1] if call.place
+    ]
+    return _("; ").join(parts)
+
+
 def _of_computing_ranks(ranks: list[int], long_s: float | None, waiters: str) -> tuple[Class, list[int], str, str]:
     """Return kind, culprits, text and advice for ranks that compute while others wait; ``long_s`` is the exceeded limit, if any."""
     if long_s is not None:
@@ -452,6 +586,10 @@ _UNEVEN = N_(
     "make every rank run the same number of steps: use equal numbers of batches (drop_last, a padded "
     "sampler, join_uneven_inputs), and avoid an early break or return on one rank"
 )
+EARLY_EXIT = N_(
+    "make every rank run the same number of steps and collectives; look for an early return, break, sys.exit() or caught "
+    "exception on the rank that exited"
+)
 _SAME = N_(
     "call the same collectives with the same shapes in the same order on every rank; look for a "
     "collective inside `if rank == 0`"
@@ -471,10 +609,19 @@ def disagreement(answers: Mapping[int, Answer]) -> Stall | None:
     texts = {}
     for rank, answer in answers.items():
         collective = found.at.get(rank)
-        parts = [_("in {call}", call=collective)] if collective else []
-        parts += [_("at {place}", place=answer.call_site)] if answer.call_site else []
-        texts[rank] = _("; ").join(parts) or _("at an unknown line")
+        texts[rank] = _describe_call(collective, answer)
     return Stall(kind=kind, culprits=found.diverging, what=what, ranks=texts, do=do, waited_s=0.0)
+
+
+def _describe_call(collective: CollectiveCall | None, answer: Answer) -> str:
+    place = (None if collective is None else collective.place) or answer.call_site
+    at = [_("at {place}", place=place)] if place else []
+    if collective is None:
+        return _("; ").join(at) or _("at an unknown line")
+    is_past = answer.ending is not Ending.NONE or (collective.is_over and collective.place != str(answer.call_site))
+    text = _("called {call}", call=collective) if is_past else _("in {call}", call=collective)
+    ended = [] if answer.ending is Ending.NONE else [_("exited later (code 0)")]
+    return _("; ").join([text, *at, *ended])
 
 
 def _of_divergence(
@@ -615,6 +762,8 @@ def _line_of(view: RankView, answer: Answer | None) -> str:
 
 def _describe_rank(view: RankView, answer: Answer | None, clock: StallClock, now: float) -> str:
     """Return a rank's state, operation, phase, step and line in the user's code."""
+    if _has_succeeded(view):
+        return _("exited (code 0): {ending}", ending=describe_ending(answer, view.note, view.watch))
     if view.exit_code is not None:
         return _("exited (code {exit_code})", exit_code=view.exit_code)
     parts: list[str] = []

@@ -20,6 +20,7 @@ from echelon.distributed.small_messages import ranks_of
 from echelon.distributed.stores import common_store, control_store, store_of
 from echelon.status.call_site import current_call_site
 from echelon.status.notes import waiting
+from echelon.world.group import DEFAULT_TIMEOUT
 
 _logger = get_logger(__name__)
 PATIENCE = timedelta(seconds=0.5)
@@ -90,7 +91,9 @@ def monitored_barrier(
             ),
             do=_(_EVERY_RANK, end=_(", after the block")),
         )
-    with waiting(operation):
+    # A program that sets a shorter limit means to see the error.
+    awaits_all = group is None and (timeout is None or timeout >= DEFAULT_TIMEOUT)
+    with waiting(operation, awaits_all=awaits_all):
         _BarrierCall(group, operation, advice).wait(timeout=timeout, patience=patience, reminder=reminder)
 
 
@@ -266,7 +269,7 @@ class _BarrierCall:
                     elsewhere[rank] = _("in another collective at {place}", place=place)
                     unaware.append(rank)
                 else:
-                    late[rank] = _("at {place}", place=place) if place else _("at an unknown place")
+                    late[rank] = _("at {place}", place=place) if place else _("at an unknown line")
                     self._responder.set(f"ask/{rank}", "")
         return _Absent(late=late, elsewhere=elsewhere, failed=failed, unaware=unaware, advice=advice)
 

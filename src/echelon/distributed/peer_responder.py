@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import pickle
 import select
 import socket
 import sys
@@ -189,8 +190,9 @@ def count_collectives(groups: WatchedGroups, *, since_ns: int = 0) -> dict[str, 
 
 
 def _flight_recorder_counts(since_ns: int) -> dict[str, int]:
-    dump: Any = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    entries = json.loads(dump()).get("entries", []) if dump is not None else []
+    dump: Any = getattr(_distributed_c10d, "_dump_fr_trace", None)
+    # Of this process. Its stacks are left out, because torch imports its compiler to read them.
+    entries = pickle.loads(dump(includeStackTraces=False)).get("entries", []) if dump is not None else []
     # Entries are ordered oldest first, so the last one of each group remains.
     return {
         entry["process_group"][0]: entry["collective_seq_id"]

@@ -24,7 +24,16 @@ from echelon.base.errors import LaunchError
 from echelon.base.messages.terminal import say
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.diagnose.goodput import RankTimes
-from echelon.launch.failures.failure import Cause, RankEnd, cause_of, exit_status, explain, first_failure
+from echelon.diagnose.stall import Class, disagreement
+from echelon.launch.failures.failure import (
+    Cause,
+    RankEnd,
+    cause_of,
+    exit_status,
+    explain,
+    explain_collectives,
+    first_failure,
+)
 from echelon.launch.generation import ANSWER_S, Generation, NodeMember, RendezvousStore
 from echelon.launch.interrupts import Interrupted, Interrupts
 from echelon.launch.local.goodput_recorder import ALL_MACHINES_FILE, GoodputRecorder, GoodputReport, first_sign
@@ -59,6 +68,7 @@ if TYPE_CHECKING:
     from echelon.launch.multinode.machines import MultinodePlan
 
 _TICK_S = 0.02
+_COMPARE_EVERY_S = 1.0
 _MISSING_AFTER_S = 20.0
 _JOINERS_WAIT_S = 2.0
 """How long to wait for more machines after a machine has joined a running generation."""
@@ -554,6 +564,8 @@ class Coordinator:
         if any(code not in (None, 0) and not (barrier and code == EXIT_CODE) for code in codes):
             self._handle_failure(generation)
             return
+        if self._rules.is_debug and self._end_if_collectives_differ(generation):
+            return
         if len(codes) == generation.world_size and None not in codes:
             if barrier is not None and (EXIT_CODE in codes or barrier.poll() is BarrierOutcome.MET):
                 self._end_at_barrier(generation)
@@ -594,13 +606,34 @@ class Coordinator:
         culprit = next(iter(stall.culprits or stall.ranks), None)
         report = {"what": stall.what, "where": "\n".join(stall.lines()), "do": stall.do}
         self._rules.record.event("stall", stall.what, rank=culprit, step=generation.last_step(), report=report)
-        if self._rules.stall.on_stall == "report":
+        action = self._rules.stall.action(stall)
+        if action == "report":
             return
         failed_ns = time.monotonic_ns() - int(stall.waited_s * 1e9)
-        if self._rules.stall.on_stall == "restart" and self._may_restart and not generation.is_exiting:
+        if action == "restart" and self._may_restart and not generation.is_exiting:
             self._restart(failed_ns=failed_ns)
         else:
             self._end("stop", code=STALLED, failed_ns=failed_ns)
+
+    def _end_if_collectives_differ(self, generation: Generation) -> bool:
+        """End the run if its ranks have called different collectives, even if none of them waits or has failed."""
+        codes = [code for member in generation.members for code in member.codes.values()]
+        is_over = len(codes) == generation.world_size and None not in codes
+        if not is_over and time.monotonic() < generation.compare_at:
+            return False
+        generation.compare_at = time.monotonic() + _COMPARE_EVERY_S
+        watches = [view.watch for view in generation.views()]
+        if not is_over and not any(watch is not None and watch.num_collectives for watch in watches):
+            return False  # ranks that are starting answer late
+        found = disagreement(generation.request_stacks())
+        if found is None or found.kind is Class.MISSING:
+            return False
+        logs, machines = self._rules.logs, self._machines
+        what, where, do = explain_collectives(found, world_size=generation.world_size, logs=logs, machines=machines)
+        rank = min(found.culprits or found.ranks)
+        self._rules.record.event("failure", what, rank=rank, step=generation.last_step())
+        self._end("stop", code=1, error=str(LaunchError(what, where=where, do=do)), failed_ns=time.monotonic_ns())
+        return True
 
     def _admit_joiners(self, generation: Generation) -> None:
         names = " and ".join(member.name for member in self._members if member.is_waiting)

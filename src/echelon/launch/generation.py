@@ -81,6 +81,8 @@ class Generation:
     barrier_reason: str = ""
     then: Then = "preempted"
     """What happens after all ranks have stopped at the barrier."""
+    compare_at: float = 0.0
+    """``time.monotonic()`` of the next comparison of the ranks' collectives, if the run is in debug mode."""
     lost_contact_since: float = 0.0
     """``time.monotonic()`` when ranks were first seen to have lost contact; 0 if never."""
 
@@ -117,7 +119,8 @@ class Generation:
             return ends
         # No rank is known to have failed by itself, so request the stacks of the running ranks.
         answers = self.request_stacks()
-        return [replace(end, last_words=answers.get(end.rank)) if end.rank in running else end for end in self.ends()]
+        # A rank may have failed meanwhile instead of answering, and has recorded the same.
+        return [replace(end, last_words=answers.get(end.rank, end.last_words)) for end in self.ends()]
 
     def request_times(self) -> Callable[[], list[RankTimes]]:
         """Ask all nodes for the times of their ranks, and return a function that reads the answers.

@@ -56,6 +56,8 @@ class RunRules:
     """``time.monotonic_ns()`` when the launcher started."""
     record: RunRecorder
     """The launcher's record of the run."""
+    is_debug: bool = False
+    """Whether to compare the collectives of the ranks while they run (``--debug``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from echelon.diagnose.stall import LONG_FACTOR, Answer, Class, RankView, Stall, 
 STALLED = 124
 """Exit code of a run that is stopped because it stalled; timeout(1) uses the same code."""
 
-OnStall: TypeAlias = Literal["report", "restart", "stop"]
+OnStall: TypeAlias = Literal["auto", "report", "restart", "stop"]
 
 _POLL_EVERY_S = 0.5
 _MAX_RANKS_PER_S = 1000
@@ -37,6 +37,17 @@ class StallRules:
     on_stall: OnStall
     slow_timeout: timedelta | None = None
     """How long a declared slow phase may last; None for ten times ``timeout``, zero for no limit."""
+
+    max_restarts: int = 0
+    """How often a run that cannot continue may be restarted."""
+
+    def action(self, stall: Stall) -> Literal["report", "restart", "stop"]:
+        """Return what follows the report of an alarm."""
+        if self.on_stall != "auto":
+            return self.on_stall
+        if not stall.is_certain:
+            return "report"
+        return "restart" if self.max_restarts else "stop"
 
     @property
     def slow_s(self) -> float:
@@ -92,6 +103,10 @@ class Supervisor:
         self._suspicions: frozenset[tuple[str, int]] = frozenset()
         """The suspicions that caused the last request for stacks."""
         self._requested_at = float("-inf")
+        self._vain_ended: frozenset[int] = frozenset()
+        self._vain_quiet_s = _REQUEST_EVERY_S
+        """Minimum interval between requests that only look for waits in vain. Each that finds none doubles it, up to the timeout,
+        because a run may often wait for seconds by right."""
         self._reported: set[str] = set()
         """Alarms reported since the last progress."""
         self._last_note = ""
@@ -103,20 +118,28 @@ class Supervisor:
             return None
         views = self._ranks.views()
         self._next_poll = now + max(_POLL_EVERY_S, len(views) / _MAX_RANKS_PER_S)
-        suspicions = self._clock.update(views, now)
-        if not suspicions:
+        suspicions, in_vain = self._clock.update(views, now), self._clock.waits_in_vain(views, now)
+        if not suspicions and not in_vain:
             self._reported.clear()  # after progress, the same stall is reported again
             return None
         # Repeat a request for the same suspicions only after the full timeout; a new suspicion needs new stacks soon.
+        is_early = not suspicions
         quiet_s = self._rules.timeout.total_seconds() if suspicions == self._suspicions else _REQUEST_EVERY_S
+        if is_early:
+            quiet_s = self._early_quiet_s(views)
         if now - self._requested_at < quiet_s:
             return None
         answers = self._ranks.request_stacks()
         now = self._now()
-        self._suspicions, self._requested_at = suspicions, now
+        self._requested_at = now
+        if not is_early:
+            self._suspicions = suspicions
         views = self._ranks.views()
-        if not self._clock.update(views, now):
+        if not self._clock.update(views, now) and not (is_early and self._clock.waits_in_vain(views, now)):
             return None  # the ranks made progress during the request
+        if is_early and not self._clock.vain_waits(views, answers, now):
+            self._vain_quiet_s = min(2 * self._vain_quiet_s, self._rules.timeout.total_seconds())
+            return None
         for view in views:
             if view.rank not in answers and self._clock.is_silent(view, now):
                 answers[view.rank] = self._ranks.stack_of(view)
@@ -131,6 +154,12 @@ class Supervisor:
             self._last_note = stall.what
         self._print_report(stall, sorted({answer.no_histories for answer in answers.values() if answer.no_histories}))
         return stall
+
+    def _early_quiet_s(self, views: Sequence[RankView]) -> float:
+        ended = frozenset(view.rank for view in views if view.exit_code is not None)
+        if ended != self._vain_ended:
+            self._vain_ended, self._vain_quiet_s = ended, _REQUEST_EVERY_S
+        return self._vain_quiet_s
 
     def _print_report(self, stall: Stall, no_histories: list[str]) -> None:
         report = self._report(stall, no_histories)
@@ -150,8 +179,8 @@ class Supervisor:
             if stall.is_alarm
             else _("note ({kind}): {what}", kind=kind, what=stall.what)
         )
-        then = {"report": _("the run continues"), "restart": _("the run restarts"), "stop": _("the run stops")}
-        action = then[self._rules.on_stall if stall.is_alarm else "report"]
+        ends = {"report": _("the run continues"), "restart": _("the run restarts"), "stop": _("the run stops")}
+        action = ends[self._rules.action(stall) if stall.is_alarm else "report"]
         error = LaunchError(
             f"{headline}{lines}{missing}",
             where=_("{limit}; {action} (--on_stall)", limit=self._limit(stall), action=action),
@@ -161,6 +190,8 @@ class Supervisor:
         return str(error)
 
     def _limit(self, stall: Stall) -> str:
+        if stall.is_certain:
+            return _("this wait can never end")
         if stall.kind is Class.LONG:
             default = (
                 ""

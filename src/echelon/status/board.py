@@ -1,6 +1,6 @@
 """The status board: a small file in shared memory where each rank writes its status for the launcher to read.
 
-Layout (version 3, little-endian): A 64-byte header contains ``8s`` magic, ``I`` version, ``I`` number of slots, and ``I``
+Layout (version 4, little-endian): A 64-byte header contains ``8s`` magic, ``I`` version, ``I`` number of slots, and ``I``
 request number, which the launcher increments to request stacks from all ranks. It is followed by one 2048-byte slot per local
 rank, with ``Watch`` records at offsets 0 and 160, ``StatusNote`` at 320 and 672, ``Times`` at 1024 and 1152, and the last
 eight ``Mark`` records, of 80 bytes each, starting at 1280. A record consists of ``I`` CRC-32 of the rest, ``I`` number, and
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from echelon.base.messages.translation import gettext_noop as N_
 
-_MAGIC, _VERSION = b"ECHBOARD", 3
+_MAGIC, _VERSION = b"ECHBOARD", 4
 _HEADER = struct.Struct("<8sIII")
 _HEADER_BYTES = 64
 _REQUEST_AT = 16
@@ -39,7 +39,7 @@ _SLOT_BYTES = 2048
 _HEAD = struct.Struct("<II")
 _REQUEST = struct.Struct("<I")
 _WATCH = struct.Struct("<qIQQIII100s")
-_NOTE = struct.Struct("<qQQIBB48s96s48s100s")
+_NOTE = struct.Struct("<qQQIBB48s96s48s100s?")
 _WATCH_AT = (0, 160)
 _NOTE_AT = (320, 672)
 _TIMES = struct.Struct("<QQqQB8Q")
@@ -161,6 +161,8 @@ class StatusNote(NamedTuple):
     slow: str
     """Name of the slow phase that the program has declared; empty if none."""
     file: str
+    awaits_all: bool = False
+    """Whether ``operation`` waits, without a time limit of the program's own, until all ranks of the run have reached it."""
 
     def shifted(self, offset_ns: int) -> StatusNote:
         """Convert the record's time to another clock."""
@@ -240,7 +242,7 @@ class Slot:
         """Write the program's record."""
         self._num_notes += 1
         texts = _text(note.operation, 48), _text(note.detail, 96), _text(note.slow, 48), _path(note.file)
-        self._write(_NOTE_AT[self._num_notes & 1], self._num_notes, _NOTE.pack(*note[:6], *texts))
+        self._write(_NOTE_AT[self._num_notes & 1], self._num_notes, _NOTE.pack(*note[:6], *texts, note.awaits_all))
 
     def times(self, times: Times) -> None:
         """Write a ``Times`` record."""
@@ -310,9 +312,10 @@ class BoardReader:
         fields = self._read(index, _NOTE_AT, _NOTE)
         if fields is None:
             return None
-        time_ns, step, num_operations, line, phase, waits, *texts = fields
+        time_ns, step, num_operations, line, phase, waits, *texts, awaits_all = fields
         operation, detail, slow, file = map(_string, texts)
-        return StatusNote(time_ns, step, num_operations, line, Phase(phase), bool(waits), operation, detail, slow, file)
+        place = Phase(phase), bool(waits), operation, detail, slow, file
+        return StatusNote(time_ns, step, num_operations, line, *place, awaits_all)
 
     def times(self, index: int) -> Times | None:
         """Return a rank's times, or None if it has not recorded any."""

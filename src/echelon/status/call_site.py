@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import linecache
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _OWN_PATHS = (str(Path(__file__).resolve().parent.parent), str(Path(json.__file__).parent.parent), "<frozen")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
@@ -136,6 +138,15 @@ def _call_site_of(innermost: FrameType) -> CallSite:
     name = found.f_code.co_filename
     source = linecache.getline(name, found.f_lineno).strip()
     return CallSite(file=name, line=found.f_lineno, source=source, communicates=communicates and not imports)
+
+
+def user_line(frames: Sequence[Mapping[str, Any]]) -> str:
+    """Return the innermost line of user code in a stack that torch's flight recorder has recorded, or an empty string."""
+    for frame in frames:
+        name, line = frame["filename"], frame["line"]
+        if is_user_file(name):
+            return str(CallSite(file=name, line=line, source=linecache.getline(name, line).strip()))
+    return ""
 
 
 @lru_cache(maxsize=4096)

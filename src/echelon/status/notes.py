@@ -48,7 +48,7 @@ class Notes:
         """Nanoseconds by ``StepPart`` since the training loop started, without the current part; written only here."""
         self._step = self._num_operations = self._line = 0
         self._phase = Phase.NONE
-        self._waits = False
+        self._waits = self._awaits_all = False
         self._operation = self._detail = self._slow = self._file = ""
 
     @property
@@ -131,30 +131,31 @@ class Notes:
         finally:
             self.part(before)
 
-    def operation(self, name: str, detail: str, *, waits: bool = False) -> None:
+    def operation(self, name: str, detail: str, *, waits: bool = False, awaits_all: bool = False) -> None:
         """Record that an operation involving other ranks starts, and which line of the user's program called it.
 
         Args:
             name: name of the operation.
             detail: structure of the operation's data.
             waits: whether the program waits until the next record in a way that the reporter cannot see in the stack.
+            awaits_all: whether it waits until all ranks of the run have reached the operation.
         """
         if self._slot is None:
             return
         self._file, self._line = _user_line(sys._getframe(1))
         self._num_operations += 1
-        self._operation, self._detail, self._waits = name, detail, waits
+        self._operation, self._detail, self._waits, self._awaits_all = name, detail, waits, awaits_all
         self._write()
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
+    def waiting(self, name: str, *, awaits_all: bool) -> Iterator[None]:
         """Record that the block waits for other ranks in one of echelon's own loops."""
-        self.operation(name, "", waits=True)
+        self.operation(name, "", waits=True, awaits_all=awaits_all)
         try:
             with self.communicating():
                 yield
         finally:
-            self._waits = False
+            self._waits = self._awaits_all = False
             self._write()
 
     @contextmanager
@@ -187,7 +188,7 @@ class Notes:
             return
         numbers = monotonic_ns(), self._step, self._num_operations, self._line
         texts = self._operation, self._detail, self._slow, self._file
-        self._slot.note(StatusNote(*numbers, self._phase, self._waits, *texts))
+        self._slot.note(StatusNote(*numbers, self._phase, self._waits, *texts, self._awaits_all))
 
     def _write_times(self) -> None:
         if self._slot is not None:
@@ -236,10 +237,15 @@ def slow(what: str) -> AbstractContextManager[None]:
     return nullcontext() if notes is None else notes.slow(what)
 
 
-def waiting(operation: str) -> AbstractContextManager[None]:
-    """Return a context in which this rank waits for other ranks in one of echelon's own loops."""
+def waiting(operation: str, *, awaits_all: bool = False) -> AbstractContextManager[None]:
+    """Return a context in which this rank waits for other ranks in one of echelon's own loops.
+
+    Args:
+        operation: name of the operation.
+        awaits_all: whether it waits, without a time limit of the program's own, until all ranks of the run have reached it.
+    """
     notes = notes_of_process()
-    return nullcontext() if notes is None else notes.waiting(operation)
+    return nullcontext() if notes is None else notes.waiting(operation, awaits_all=awaits_all)
 
 
 def within(phase: Phase) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import dataclasses
 import faulthandler
 import json
 import os
+import pickle
 import signal
 import sys
 import time
@@ -23,6 +24,9 @@ ANSWER_FILE = "stacks_{}.json"
 
 ABORT_FILE = "abort.json"
 """File with the same contents, written when native code aborts the rank with ``std::terminate``."""
+
+END_FILE = "end.json"
+"""File with the same contents, written at the exit of a program that succeeded: its last line and its collectives."""
 
 # Makes a rank write its stacks even if native code holds the GIL. Programs do not use this signal.
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
@@ -49,6 +53,7 @@ class Reporter:
         self._subject = _thread.get_ident()
         self._pid = os.getpid()
         self._answered = 0
+        self._last_line: tuple[str, int] = ("", 0)
         self._end = board.Doing.NOTHING
         self._closing = _thread.allocate_lock()  # held until close; the thread sleeps on it
         self._closing.acquire()
@@ -63,17 +68,24 @@ class Reporter:
         """Start the reporter thread. ``threading`` does not list this thread."""
         _thread.start_new_thread(self._run, ())
 
-    def close(self, *, finished: bool) -> None:
-        """Stop sampling. ``finished`` means that the program succeeded, so a crash at interpreter exit does not count as a
-        failure.
+    def close(self, *, finished: bool, exit_line: dict[str, Any] | None = None) -> None:
+        """Stop sampling, and record for ranks that still wait for this one how it ended.
 
         Waits for any sample in progress to finish, because sampling during interpreter exit could abort the process.
+
+        Args:
+            finished: whether the program succeeded, so a crash at interpreter exit does not count as a failure.
+            exit_line: the user's line (``CallSite``) that called ``sys.exit``; None if the program reached its end.
         """
         if os.getpid() != self._pid:
             return  # a forked child of the program
         kinds = self._board.Doing
         self._end = kinds.ENDED | (kinds.FINISHED if finished else 0)
         self._closing.release()
+        if finished and "torch._C._distributed_c10d" in sys.modules:
+            ending = "end" if exit_line is None else "exit"
+            own: dict[str, Any] = {"call_site": exit_line, "trains": False, "stack": [], "ending": ending}
+            self._save(END_FILE, {**own, "collectives": self.collectives(has_ended=True)})
         with self._sampling:
             self._sample()
 
@@ -100,6 +112,10 @@ class Reporter:
         if request != self._answered and not self._end:
             self._write(ANSWER_FILE.format(request), frame)
             self._answered = request
+        if self._end:  # this thread runs functions of Python's exit
+            line_of_program = self._last_line
+        else:
+            line_of_program = self._last_line = stack.file, stack.line
         if not self._terminate and "torch._C._distributed_c10d" in sys.modules and sys.platform == "linux":
             self._write_at_terminate()
         self._slot.watch(
@@ -110,15 +126,15 @@ class Reporter:
                 num_collectives=_num_collectives(),
                 doing=doing,
                 answered=self._answered,
-                line=stack.line,
-                file=stack.file,
+                line=line_of_program[1],
+                file=line_of_program[0],
             )
         )
 
-    def collectives(self) -> dict[str, Any]:
+    def collectives(self, *, has_ended: bool = False) -> dict[str, Any]:
         """Return the collectives that this rank has started (see ``_recorded``). Never raises an error."""
         try:
-            return _recorded()
+            return _recorded(self._call_site, has_ended=has_ended)
         except Exception as error:  # noqa: BLE001 - a failure of torch's private function must not hide the user's error
             return {"missing": f"torch's flight recorder failed: {type(error).__name__}: {error}"}
 
@@ -134,6 +150,9 @@ class Reporter:
             ],
             "collectives": self.collectives(),
         }
+        self._save(name, answer)
+
+    def _save(self, name: str, answer: dict[str, Any]) -> None:
         path = os.path.join(self._folder, name)
         try:
             with open(f"{path}.tmp", "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -182,39 +201,48 @@ def _num_collectives() -> int:
     return total
 
 
-def _recorded() -> dict[str, Any]:
+def _recorded(call_site: ModuleType, *, has_ended: bool) -> dict[str, Any]:
     """Return the contents of torch's flight recorder: ``{"groups": {name: {"ranks", "entries"}}}``, or ``{"missing": why}``.
 
-    Each entry is ``[number, kind, input sizes, dtypes, whether it is complete]``. The oldest entry comes first, and
-    point-to-point messages are omitted.
+    Each entry is ``[number, kind, input sizes, dtypes, whether it is complete, the user's line]``. The oldest entry comes first, and
+    point-to-point messages are omitted. If the program has ended, groups that it has destroyed are included, without their ranks.
     """
     native = sys.modules.get("torch._C._distributed_c10d")
     torch_groups = sys.modules.get("torch.distributed.distributed_c10d")
     world = getattr(torch_groups, "_world", None)
     if native is None or world is None:
         return {"missing": "the program has not imported torch.distributed"}
-    dump = getattr(native, "_dump_fr_trace_json", None)
+    dump = getattr(native, "_dump_fr_trace", None)  # unlike the JSON, with the Python stacks
     if dump is None:
         return {
             "missing": "this version of torch has no flight recorder for collectives (it is available in torch 2.13)"
         }
-    trace = json.loads(dump())
-    if "entries" not in trace:
+    # To name the lines of a stack, torch looks into its compiler, which it imports for that. This would take seconds, and disturb an
+    # import of the main thread.
+    with_lines = "_inductor" in vars(sys.modules["torch"])
+    trace = pickle.loads(dump(includeStackTraces=with_lines))  # of this process
+    # Without entries, the recorder is off, or no collective has started yet.
+    if "entries" not in trace and os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":  # noqa: TID251 - only the standard library
         return {"missing": "torch's flight recorder is disabled (TORCH_FR_BUFFER_SIZE=0)"}
     ranks = {group.group_name: sorted(world.pg_group_ranks.get(group, {})) for group in list(world.pg_map)}
     groups: dict[str, Any] = {name: {"ranks": members, "entries": []} for name, members in ranks.items()}
-    for entry in trace["entries"]:
+    found: dict[str, list[Any]] = {}
+    for entry in trace.get("entries", ()):
         name = entry["process_group"][0]
+        if has_ended and name:
+            groups.setdefault(name, {"ranks": [], "entries": []})
         if name in groups and not entry["is_p2p"]:
-            groups[name]["entries"].append(
-                [
-                    entry["collective_seq_id"],
-                    entry["profiling_name"].rpartition(":")[2],
-                    entry["input_sizes"],
-                    entry["input_dtypes"],
-                    entry["retired"],
-                ]
-            )
-    for group in groups.values():
-        del group["entries"][:-_NUM_ENTRIES]
+            found.setdefault(name, []).append(entry)
+    for name, entries in found.items():
+        groups[name]["entries"] = [
+            [
+                entry["collective_seq_id"],
+                entry["profiling_name"].rpartition(":")[2],
+                entry["input_sizes"],
+                entry["input_dtypes"],
+                entry["retired"],
+                call_site.user_line(entry.get("frames", ())),
+            ]
+            for entry in entries[-_NUM_ENTRIES:]
+        ]
     return {"groups": groups}

@@ -82,7 +82,7 @@ HANDLER = [
     ("views", "answers", "kind", "culprits"),
     [
         pytest.param([*OTHERS, BUSY], TOGETHER, Class.SLOW, (2,), id="one computes"),
-        pytest.param([replace(view(0), exit_code=0), *EVERY[1:]], TOGETHER, Class.UNEVEN, (0,), id="one ended"),
+        pytest.param([replace(view(0), exit_code=0), *EVERY[1:]], TOGETHER, Class.EXITED, (0,), id="one ended"),
         pytest.param(
             EVERY,
             {**TOGETHER, 3: answer("all_reduce", "broadcast")},
@@ -239,6 +239,65 @@ def test_a_single_waiting_process_is_not_a_stall() -> None:
     assert verdict([seen_now(0)], {0: answer("all_reduce", ranks=(0,))}) is None
 
 
+BARRIER = note(waits=True, operation="barrier", awaits_all=True)
+FINISHED = Doing.ENDED | Doing.FINISHED
+GONE = replace(view(0, waits=False), exit_code=0)
+COMPUTES = seen_now(2, waits=False)
+
+
+@pytest.mark.parametrize(
+    ("views", "answers", "is_certain"),
+    [
+        pytest.param([GONE, *EVERY[1:]], {rank: answer(*REDUCE) for rank in (1, 2, 3)}, True, id="in a call of torch"),
+        pytest.param([GONE, replace(EVERY[1], note=BARRIER)], {}, True, id="in a barrier of echelon"),
+        pytest.param([GONE, replace(EVERY[1], note=BARRIER), COMPUTES], {}, True, id="although a rank computes"),
+        pytest.param(
+            [seen_now(0, waits=False, doing=FINISHED), replace(EVERY[1], note=BARRIER)], {}, True, id="not yet gone"
+        ),
+        pytest.param(
+            [seen_now(0, waits=False, doing=Doing.ENDED), replace(EVERY[1], note=BARRIER)], {}, False, id="has failed"
+        ),
+        pytest.param(
+            [GONE, replace(EVERY[1], note=note(waits=True, operation="main_first"))], {}, False, id="other wait"
+        ),
+        pytest.param([GONE, EVERY[1]], {1: answer(*REDUCE, ranks=(1, 2))}, False, id="in a group without it"),
+        pytest.param([GONE, EVERY[1]], {0: answer(*REDUCE), 1: answer(*REDUCE)}, False, id="has done its part"),
+        pytest.param([GONE, EVERY[1]], {1: answer(*REDUCE, pending=False)}, False, id="in no collective"),
+        pytest.param([EVERY[1], COMPUTES], {1: answer(*REDUCE), 2: answer("all_reduce")}, False, id="late"),
+        pytest.param(EVERY, TOGETHER, False, id="a slow network"),
+        pytest.param(EVERY, {**TOGETHER, 1: answer(*REDUCE, size=9)}, True, id="another shape"),
+        pytest.param(
+            [EVERY[1], replace(EVERY[2], note=BARRIER)],
+            {1: answer(*REDUCE), 2: answer("all_reduce")},
+            True,
+            id="deadlock",
+        ),
+    ],
+)
+def test_a_stall_is_certain_only_if_no_rank_can_end_it(
+    views: list[RankView], answers: dict[int, Answer], is_certain: bool
+) -> None:
+    clock = StallClock(60.0)
+    clock.update([replace(v, watch=v.watch and v.watch._replace(time_ns=int(100e9))) for v in views], 155.0)
+    clock.update(views, 161.0)
+    assert bool(clock.vain_waits(views, answers, 161.0)) is is_certain
+    found = diagnose(views, answers, clock, now=161.0)
+    assert (found is not None and found.is_certain) is is_certain
+    if found is not None and views[0] is GONE:
+        assert found.kind is Class.EXITED
+        assert found.culprits == (0,)
+
+
+def test_a_wait_is_looked_at_after_two_seconds_beside_a_rank_that_has_ended() -> None:
+    for others, limit_s in (([GONE], 2.0), ([view(2, signature=5)], 5.0)):
+        clock = StallClock(60.0)
+        clock.update([*others, view(1)], 100.0)
+        for now in (100.5, 99.9 + limit_s, 100.0 + limit_s):
+            views = [*others, view(1, seen=now)]
+            assert not clock.update(views, now)
+            assert bool(clock.waits_in_vain(views, now)) is (now == 100.0 + limit_s)
+
+
 def test_the_first_difference_is_reported() -> None:
     found = first_divergence(
         {0: history("all_reduce", "barrier", "broadcast"), 1: history("all_reduce", "reduce", "gather")}
@@ -265,9 +324,11 @@ def test_separated_ranks_disagree_only_on_known_operations() -> None:
 
 
 def test_reports_of_ranks_are_parsed_as_data() -> None:
-    groups = {"0": {"ranks": [0, 1], "entries": [[1, "all_reduce", [[4, 2]], ["Float"], True]]}}
+    groups = {"0": {"ranks": [0, 1], "entries": [[1, "all_reduce", [[4, 2]], ["Float"], True, "a.py:3: f()"]]}}
     collective = CollectiveCall(number=1, kind="all_reduce", sizes=((4, 2),), dtypes=("Float",), is_over=True)
-    assert read_history({"groups": groups}) == {"0": History(ranks=(0, 1), started=(collective,))}
+    found = read_history({"groups": groups})
+    assert found == {"0": History(ranks=(0, 1), started=(collective,))}
+    assert found["0"].started[0].place == "a.py:3: f()"
     assert read_history({"missing": "off"}) == {}
 
 

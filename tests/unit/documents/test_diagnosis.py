@@ -35,4 +35,4 @@ def test_every_item_of_the_ledger_is_explained() -> None:
 
 
 def test_the_documented_exit_code_is_correct() -> None:
-    assert f"`stop` (exit code {STALLED})" in PAGE
+    assert f"| `stop` | the run ends with exit code {STALLED} |" in PAGE

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from echelon.diagnose.stall import Answer, Class, RankView, Stall
-from echelon.launch.supervisor import StallRules, Supervisor
+from echelon.diagnose.collectives import CollectiveCall, History
+from echelon.diagnose.stall import Answer, Class, Ending, RankView, Stall
+from echelon.launch.supervisor import OnStall, StallRules, Supervisor
 from echelon.status.board import Doing, Phase, StatusNote, Watch
 
 STALL_S, SLOW_S = 10.0, 40.0
@@ -123,6 +125,7 @@ class Run:
 
     def __init__(self, num_ranks: int, draw: random.Random, program: tuple[Part, ...] = PROGRAM) -> None:
         self.now = 1000.0
+        self.answers: Mapping[int, Answer] = {}
         jitter = [[draw.uniform(0.7, 1.3) for _ in program] for _ in range(num_ranks)]
         self.ranks = [
             Rank(i, tuple(Part(**{**vars(part), "seconds": part.seconds * f}) for part, f in zip(program, jitter[i])))
@@ -133,7 +136,7 @@ class Run:
         return [rank.view() for rank in self.ranks]
 
     def request_stacks(self) -> Mapping[int, Answer]:
-        return {
+        return self.answers or {
             rank.number: Answer() for rank in self.ranks if rank.fault not in ("stop", "native deadlock", "native loop")
         }
 
@@ -250,6 +253,50 @@ def test_a_compile_of_ninety_seconds_among_many_steps_raises_no_alarm() -> None:
     while not all(rank.is_over for rank in run.ranks):
         run.tick()
         assert supervisor.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("on_stall", "max_restarts", "action"), [("auto", 0, "stop"), ("auto", 2, "restart"), ("report", 0, "report")]
+)
+def test_a_rank_that_leaves_early_is_reported_within_five_seconds(
+    on_stall: Any, max_restarts: int, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(2, random.Random(0), (Part("training", 1.0, phase=Phase.TRAIN),) * 9)
+    run.ranks[1].parts = run.ranks[1].parts[:4]
+    rules = StallRules(timeout=timedelta(seconds=60), on_stall=on_stall, max_restarts=max_restarts)
+    supervisor = Supervisor(run, directory=Path("run"), rules=rules, clock=lambda: run.now)  # type: ignore[arg-type]
+    began = run.now
+    while not run.ranks[1].is_over:
+        run.tick()
+        assert supervisor.poll() is None
+    call = CollectiveCall(number=5, kind="all_reduce")
+    waiting = Answer(histories={"0": History(ranks=(0, 1), started=(call,))})
+    run.answers = {0: waiting, 1: Answer(ending=Ending.END)}
+    told: list[tuple[float, Stall]] = []
+    alone = 0.0
+    while run.now - began < 100.0:
+        run.tick()
+        alone = alone or (run.now if run.ranks[0].waits else 0.0)
+        if (stall := supervisor.poll()) is not None:
+            told.append((run.now - alone, stall))
+    assert [(stall.kind, stall.is_certain) for _, stall in told] == [(Class.EXITED, True)]  # once
+    assert told[0][0] <= 5.0
+    assert rules.action(told[0][1]) == action
+    ends = {"stop": "the run stops", "restart": "the run restarts", "report": "the run continues"}
+    assert f"where: this wait can never end; {ends[action]} (--on_stall)" in capsys.readouterr().err
+
+
+def test_an_uncertain_stall_is_only_reported_unless_the_user_chooses() -> None:
+    stall = Stall(kind=Class.MISSING, culprits=(1,), what="", ranks={}, do="", waited_s=61.0)
+    actions = [
+        StallRules(timeout=timedelta(60), on_stall=one, max_restarts=1).action(stall) for one in get_args(OnStall)
+    ]
+    assert dict(zip(get_args(OnStall), actions)) == {
+        "auto": "report",
+        "report": "report",
+        "restart": "restart",
+        "stop": "stop",
+    }
 
 
 def test_a_blocking_loop_and_a_second_hang_are_both_reported(

@@ -104,7 +104,7 @@ def test_a_reader_never_sees_a_mixture_while_a_thread_writes(board: Board) -> No
 def test_a_file_that_is_not_a_board_is_rejected(board: Board, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"\0" * 4096)
-    with pytest.raises(ValueError, match="is not a version 3 status board"):
+    with pytest.raises(ValueError, match="is not a version 4 status board"):
         Slot(str(other), 0)
     with pytest.raises(ValueError, match="has only 3 slots"):
         Slot(board.path, 3)

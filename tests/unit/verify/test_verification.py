@@ -385,7 +385,7 @@ def test_the_launchers_report_of_a_failed_run_is_shown_once(tmp_path: Path) -> N
         print("echelon: rank 1 failed first: ValueError: bad\\n  others: rank 0 failed with the same error")
         print("  where: rank 1 of 2\\n         train.py:7 in <module>: main()")
         print("         /x/echelon/verify/child.py:80 in main: runpy.run_path()")
-        print("  do:    fix this error; the full traceback is in the rank's output\\n  logs:  above; --log_dir DIR")
+        print("  do:    use x.full_tensor()\\n  logs:  above; --log_dir DIR")
         raise SystemExit(1)
     """
     run = _recorder(tmp_path, program).record(_request(tmp_path))
@@ -396,7 +396,7 @@ def test_the_launchers_report_of_a_failed_run_is_shown_once(tmp_path: Path) -> N
             "  where: rank 1 of 2",
             "         train.py:7 in <module>: main()",
         ),
-        do="fix this error; the full traceback is in the rank's output",
+        do="use x.full_tensor()",
         output=str(tmp_path / "run" / "output.txt"),
     )
 

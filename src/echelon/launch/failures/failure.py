@@ -19,7 +19,10 @@ from typing import TypeAlias
 
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.printable import printable
-from echelon.diagnose.stall import Answer, Class, Stall, disagreement, name_ranks
+from echelon.diagnose.collectives import CollectiveCall, History
+from echelon.diagnose.stall import EARLY_EXIT, Answer, Class, Stall, describe_ending, disagreement, name_ranks
+from echelon.status.board import StatusNote, Watch
+from echelon.status.call_site import CallSite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +71,12 @@ class RankEnd:
     stack: tuple[Frame, ...] = ()
     """Python stack when native code crashed, innermost frame first."""
     last_words: Answer | None = None
-    """The rank's call site and the collectives that it had started when it failed or, if it was still running after
+    """The rank's call site and the collectives that it had started when it ended or, if it was still running after
     another rank's failure, when the launcher requested them."""
+    note: StatusNote | None = None
+    """The last record of its program: its step and phase."""
+    watch: Watch | None = None
+    """The last heartbeat: its line, up to half a second before."""
 
     @property
     def failed(self) -> bool:
@@ -147,6 +154,8 @@ def is_settled(ends: Sequence[RankEnd]) -> bool:
     first = first_failure(ends)
     if first is None or all(end.exit_code is not None for end in ends):
         return True
+    if _mismatch(first) is not None and any(end.exit_code is None and end.record is None for end in ends):
+        return False  # the others are about to raise the same, each with its own call
     return cause_of(first, ends) is Cause.OWN and first.exit_code is not None
 
 
@@ -174,8 +183,8 @@ _MAX_MESSAGE_LINES = 6
 
 def explain(
     ends: Sequence[RankEnd], *, logs: str, machines: Mapping[int, str] = MappingProxyType({})
-) -> tuple[str, str, str]:
-    """Return what happened, where, and what to do, in a few lines each.
+) -> tuple[str, str, str | None]:
+    """Return what happened, where, and what to do, in a few lines each; None if the error itself says all that is known.
 
     Args:
         ends: how each rank ended; at least one rank failed.
@@ -189,19 +198,31 @@ def explain(
         return _explain_disagreement(differing, first, ends, logs=logs, machines=machines)
     what, do = _verdict(first, ends)
     rank, place = _("rank {rank}", rank=first.rank), _place_of(first)
-    lines = [_of_all(rank, len(ends), _on([first.rank], machines)) + place]
-    lines += [_frame_line(frame) for frame in _shown_frames(first)]
+    lines = [_of_all(rank, len(ends), _on([first.rank], machines)) + place + _step_of(first)]
+    if cause_of(first, ends) is Cause.LEFT_EARLY:
+        lines.append(describe_ending(first.last_words, None, first.watch))
+    frames = _shown_frames(first)
+    aborted = (
+        first.last_words if first.exit_code == -signal.SIGABRT and not any(frame.user for frame in frames) else None
+    )
+    if aborted is not None and aborted.call_site is not None:
+        lines.append(str(aborted.call_site))  # a thread of a native library aborted; the main thread waits there
+    else:
+        lines += map(_frame_line, frames)
     others = _others(first, ends)
     if others:
         what = _("{what}\n  others: {others}", what=what, others=others)
-    remedies = [do]
+    remedies = [do] if do else []
     for ranks in _other_errors(first, ends)[:_MAX_OTHERS]:
         other, names = ranks[0], name_ranks([end.rank for end in ranks])
         lines += [f"{names}{_place_of(other)}", *map(_frame_line, _shown_frames(other)[:1])]
         remedy = _verdict(other, ends)[1]
-        if remedy != do:
+        if remedy and remedy != do:
             remedies.append(_("{ranks}: {state}", ranks=names, state=remedy))
-    return what, "\n         ".join(lines), _("{do}\n  logs:  {logs}", do="\n         ".join(remedies), logs=logs)
+    where = "\n         ".join(lines)
+    if not remedies:
+        return what, _("{where}\n  logs:  {logs}", where=where, logs=logs), None
+    return what, where, _("{do}\n  logs:  {logs}", do="\n         ".join(remedies), logs=logs)
 
 
 def lost_each_other(ends: Sequence[RankEnd]) -> bool:
@@ -211,29 +232,73 @@ def lost_each_other(ends: Sequence[RankEnd]) -> bool:
 
 
 def _disagreement(first: RankEnd, ends: Sequence[RankEnd]) -> Stall | None:
-    if not lost_each_other(ends):
+    if _mismatch(first) is not None:
+        return disagreement({end.rank: words for end in ends if (words := _mismatch(end)) is not None})
+    left_early = cause_of(first, ends) is Cause.LEFT_EARLY
+    if not lost_each_other(ends) and not left_early:
         return None
     found = disagreement({end.rank: end.last_words for end in ends if end.last_words is not None})
-    # If a rank is only behind, that is not the cause of an abort.
-    return None if found is not None and found.kind is Class.MISSING and first.exit_code == -signal.SIGABRT else found
+    # If a rank is only behind, that is not the cause of an abort; and a rank that has left is behind in any case.
+    is_behind = found is not None and found.kind is Class.MISSING
+    return None if is_behind and (left_early or first.exit_code == -signal.SIGABRT) else found
+
+
+# What torch raises on every rank with TORCH_DISTRIBUTED_DEBUG=DETAIL (echelon launch --debug); the rank's own call comes first.
+_MISMATCH = re.compile(
+    r"Detected mismatch between collectives on ranks\. Rank \d+ is running collective: CollectiveFingerPrint\("
+    r"SequenceNumber=(?P<number>\d+),? ?OpType=_?(?P<kind>\w+)(?:, TensorShape=\[(?P<sizes>[\d, ]*)\], TensorDtypes=(?P<dtype>\w+))?"
+)
+_KINDS = {
+    "ALLREDUCE": "all_reduce",
+    "ALLREDUCE_COALESCED": "all_reduce_coalesced",
+    "ALLGATHER": "all_gather",
+    "ALLGATHER_BASE": "all_gather_into_tensor",
+    "REDUCE_SCATTER_BASE": "reduce_scatter_tensor",
+    "ALLTOALL": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all_single",
+}
+
+
+def _mismatch(end: RankEnd) -> Answer | None:
+    """Return the call that torch compared with those of the other ranks and refused, or None if the rank did not end so."""
+    record = end.record
+    found = None if record is None else _MISMATCH.search(record.message)
+    if record is None or found is None:
+        return None
+    kind = _KINDS.get(found["kind"], found["kind"].lower())
+    sizes = (tuple(map(int, re.findall(r"\d+", found["sizes"]))),) if found["sizes"] is not None else ()
+    dtypes = (found["dtype"],) if found["dtype"] else ()
+    call = CollectiveCall(number=int(found["number"]) + 1, kind=kind, sizes=sizes, dtypes=dtypes, is_refused=True)
+    site = next((frame for frame in reversed(record.frames) if frame.user), None)
+    words = end.last_words or Answer()
+    return Answer(
+        call_site=None if site is None else CallSite(file=site.file, line=site.line, source=site.source),
+        trains=words.trains,
+        loops=words.loops,
+        histories={"": History(ranks=(), started=(call,))},
+    )
 
 
 def _explain_disagreement(
     found: Stall, first: RankEnd, ends: Sequence[RankEnd], *, logs: str, machines: Mapping[int, str]
 ) -> tuple[str, str, str]:
-    aborted = ""
-    if first.exit_code == -signal.SIGABRT:
-        aborted = _("; gloo aborted rank {rank} as a result", rank=first.rank)
+    what, where, do = explain_collectives(found, world_size=len(ends), logs=logs, machines=machines)
+    if _mismatch(first) is None:
+        aborted = ""
+        if first.exit_code == -signal.SIGABRT:
+            aborted = _("; gloo aborted rank {rank} as a result", rank=first.rank)
+        what = _("{what}\n  others: the ranks lost contact with each other{aborted}", what=what, aborted=aborted)
+    return what, where, do
+
+
+def explain_collectives(
+    found: Stall, *, world_size: int, logs: str, machines: Mapping[int, str]
+) -> tuple[str, str, str]:
+    """Return what happened, where, and what to do, for ranks that have called different collectives (``disagreement``)."""
     lines = "".join(f"\n    {line}" for line in found.lines())
-    what = _(
-        "{kind}: {what}{lines}\n  others: the ranks lost contact with each other{aborted}",
-        kind=_(found.kind.value),
-        what=found.what,
-        lines=lines,
-        aborted=aborted,
-    )
+    what = _("{kind}: {what}{lines}", kind=_(found.kind.value), what=found.what, lines=lines)
     culprits = found.culprits or tuple(sorted(found.ranks))
-    where = _of_all(name_ranks(culprits), len(ends), _on(culprits, machines))
+    where = _of_all(name_ranks(culprits), world_size, _on(culprits, machines))
     return what, where, _("{do}\n  logs:  {logs}", do=found.do, logs=logs)
 
 
@@ -247,6 +312,7 @@ def _on(ranks: Sequence[int], machines: Mapping[int, str]) -> str:
 
 
 def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
+    """Return what happened to the rank, and what to do; an empty string if its error itself says all that is known."""
     record, who = end.record, _("rank {rank}", rank=end.rank)
     if end.exit_code is not None and end.exit_code < 0:
         name, hint = _signal(-end.exit_code)
@@ -254,10 +320,7 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
     if cause_of(end, ends) is Cause.LEFT_EARLY:
         return (
             _("{who} failed first: it exited (code 0) while other ranks were still waiting for it", who=who),
-            _(
-                "make every rank run the same number of steps and collectives; look for an early return or break on "
-                "this rank"
-            ),
+            _(EARLY_EXIT),
         )
     if record is None:
         return (
@@ -288,7 +351,7 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
         )
     return (
         _("{who} failed first{thread}: {type}: {message}", who=who, thread=thread, type=record.type, message=message),
-        record.do or _advice_for(record.message) or _("fix this error; the full traceback is in the rank's output"),
+        record.do or _advice_for(record.message) or "",
     )
 
 
@@ -298,6 +361,14 @@ def _place_of(end: RankEnd) -> str:
 
 
 _RANK = re.compile("^rank \\d+(, |\uff0c|$)")
+
+
+def _step_of(end: RankEnd) -> str:
+    note = end.note
+    if note is None or not (note.step or note.phase):
+        return ""
+    step = _("step {step}", step=note.step)
+    return _(", ") + step + (_(", ") + _(str(note.phase)) if note.phase else "")
 
 
 def _shorten(message: str) -> str:
@@ -312,7 +383,10 @@ _SIGNAL_HINTS = {
         "if dmesg shows an out-of-memory kill, use fewer processes or smaller batches; otherwise, someone ran kill -9"
     ),
     "SIGSEGV": N_("a native library crashed at the line above; update it, or run without it"),
-    "SIGABRT": N_("run with --debug, because gloo aborts if ranks call different collectives or use different sizes"),
+    "SIGABRT": N_(
+        "read the text that the native library printed above. gloo aborts if ranks pass different sizes to a collective, or to send() "
+        "and recv(): compare what each rank calls at this point"
+    ),
     "SIGBUS": N_("enlarge /dev/shm, which is probably full, or use fewer DataLoader workers"),
     "SIGTERM": N_("find out whether a user or the scheduler stopped this process; echelon did not stop it"),
     "SIGINT": N_("find out who interrupted this process; echelon did not interrupt it"),
@@ -379,7 +453,9 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 def _describe_end(end: RankEnd, cause: Cause, first: RankEnd) -> str:
     if cause is Cause.COMMUNICATION:
-        return _("then lost contact")
+        frames = [frame for frame in _shown_frames(end)[:1] if frame.user]
+        place = (_frame_line(frames[0]) if frames else "") + _step_of(end)
+        return _("then lost contact, waiting at {place}", place=place) if place else _("then lost contact")
     if end.exit_code == 0:
         return _("ended normally")
     if not end.failed:

@@ -190,9 +190,15 @@ class Workers:
         # The record is written at the exception, up to half a second before the exit.
         record = read_record(one.directory / worker.ERROR_FILE) if code != 0 else None
         stack = read_stack(one.directory / worker.STACK_FILE) if code is not None and code < 0 else ()
-        words = read_last_words(one.directory) if code != 0 else None
         return RankEnd(
-            rank=one.rank, exit_code=code, ended_ns=one.ended_ns, record=record, stack=stack, last_words=words
+            rank=one.rank,
+            exit_code=code,
+            ended_ns=one.ended_ns,
+            record=record,
+            stack=stack,
+            last_words=read_last_words(one.directory),
+            note=self._board.note(one.local_rank),
+            watch=self._board.watch(one.local_rank),
         )
 
     def exit_codes(self) -> list[int | None]:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from echelon.diagnose.collectives import read_history
-from echelon.diagnose.stall import Answer
+from echelon.diagnose.stall import Answer, Ending
 from echelon.launch.failures.failure import ErrorRecord, Frame
 from echelon.launch.local.worker import ERROR_FILE, is_user_file
 from echelon.status.call_site import CallSite
-from echelon.status.stack_reporter import ABORT_FILE
+from echelon.status.stack_reporter import ABORT_FILE, END_FILE
 
 _TRAINING = ("/torch/nn/parallel/", "/torch/autograd/")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
@@ -63,16 +63,17 @@ def read_answer(path: Path) -> Answer | None:
             loops=tuple(_loops_around(_places(data["stack"]))),
             histories=read_history(collectives),
             no_histories=str(collectives.get("missing", "")),
+            ending=Ending(data.get("ending", "")),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def read_last_words(directory: Path) -> Answer | None:
-    """Return the call site and the collectives that a rank recorded when it failed, or None if it recorded nothing."""
-    aborted = read_answer(directory / ABORT_FILE)
-    if aborted is not None:
-        return aborted
+    """Return the call site and the collectives that a rank recorded when it ended, or None if it recorded nothing."""
+    for name in (ABORT_FILE, END_FILE):
+        if (answer := read_answer(directory / name)) is not None:
+            return answer
     try:
         data = next(d for d in reversed(_load(directory / ERROR_FILE)) if d["where"] == "main" and d["collectives"])
         frames = _record(data).frames

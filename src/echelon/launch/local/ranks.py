@@ -13,7 +13,7 @@ from typing import final
 
 from echelon.diagnose.stall import Answer, RankView
 from echelon.launch.failures.failure import Frame
-from echelon.launch.local.rank_errors import read_answer, read_stack
+from echelon.launch.local.rank_errors import read_answer, read_last_words, read_stack
 from echelon.launch.local.worker import STACK_FILE
 from echelon.status.board import Board, Doing
 from echelon.status.call_site import CallSite
@@ -51,6 +51,7 @@ class LocalRanks:
         self._directory = directory
         self._running = running
         self._request = 0
+        self._is_kept = True
 
     def views(self) -> list[RankView]:
         """Return each rank's current state."""
@@ -72,20 +73,30 @@ class LocalRanks:
         return views
 
     def request_stacks(self) -> dict[int, Answer]:
-        """Ask the running ranks to save their stacks; return the answers that arrive in time."""
+        """Ask the running ranks to save their stacks; return the answers that arrive in time, and what ended ranks have recorded."""
         ranks = self._running()
-        request = self._board.request_stacks()
-        self._request = request
         folders = {rank: self._directory / f"rank_{rank}" for rank in ranks}
+        if not self._is_kept:  # of a request after which nothing was reported
+            for folder in folders.values():
+                (folder / ANSWER_FILE.format(self._request)).unlink(missing_ok=True)
+        request = self._board.request_stacks()
+        self._request, self._is_kept = request, False
         deadline = time.monotonic() + _ANSWER_S
-        missing = {rank: index for index, rank in enumerate(ranks) if ranks[rank][1] is None}
+        ended = {rank for index, rank in enumerate(ranks) if ranks[rank][1] is not None or self._has_ended(index)}
+        missing = {rank: index for index, rank in enumerate(ranks) if rank not in ended}
         while missing and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             missing = {r: i for r, i in missing.items() if not (w := self._board.watch(i)) or w.answered < request}
         answers = {
-            rank: read_answer(folders[rank] / ANSWER_FILE.format(request)) for rank in ranks if rank not in missing
+            rank: read_last_words(folder) if rank in ended else read_answer(folder / ANSWER_FILE.format(request))
+            for rank, folder in folders.items()
+            if rank not in missing
         }
         return {rank: answer for rank, answer in answers.items() if answer is not None}
+
+    def _has_ended(self, index: int) -> bool:
+        watch = self._board.watch(index)
+        return watch is not None and bool(watch.doing & Doing.ENDED)
 
     def stack_of(self, view: RankView) -> Answer:
         """Return the call site of a running rank that does not respond, from the stack that it writes on a signal.
@@ -108,6 +119,7 @@ class LocalRanks:
 
     def save_report(self, report: str) -> None:
         """Save ``report`` next to the stacks from the last request."""
+        self._is_kept = True
         (self._directory / STALL_FILE.format(self._request)).write_text(report + "\n", encoding="utf-8")
 
 

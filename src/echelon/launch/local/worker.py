@@ -48,6 +48,8 @@ class Recorder:
     def __init__(self, directory: str, reporter: Any = None) -> None:
         self._reporter = reporter
         self.has_failed = False
+        self.exit_line: dict[str, Any] | None = None
+        """The user's line that ended the program with ``sys.exit()``."""
         self.directory = directory
         self._path = os.path.join(directory, ERROR_FILE)
         self._records: list[dict[str, Any]] = []
@@ -167,6 +169,12 @@ def _frames(traceback: TracebackType | None) -> list[dict[str, Any]]:
     return frames[-_MAX_FRAMES:]
 
 
+def _last_user_line(error: BaseException) -> dict[str, Any] | None:
+    """Return the innermost line of user code in the traceback of ``error``, as the fields of a ``CallSite``."""
+    users = [frame for frame in _frames(error.__traceback__) if frame["user"]]
+    return {name: users[-1][name] for name in ("file", "line", "source")} if users else None
+
+
 def is_user_file(path: str) -> bool:
     """Return whether ``path`` is user code: not an installed package, the standard library or echelon."""
     if path.startswith("<"):
@@ -199,11 +207,15 @@ def main(argv: list[str]) -> None:
     recorder = Recorder(directory, reporter)
     _hook_threads(recorder)
     if reporter is not None:
-        atexit.register(lambda: reporter.close(finished=not recorder.has_failed))
+        atexit.register(lambda: reporter.close(finished=not recorder.has_failed, exit_line=recorder.exit_line))
     try:
         # The module that replaces libraries with echelon (echelon launch --as), before the program can import them.
         if module := os.environ.get("ECHELON_STARTER"):  # noqa: TID251 - this file imports only the standard library
             importlib.import_module(module).install_for_rank(os.environ["ECHELON_AS"])  # noqa: TID251
+        if os.environ.get("ACCELERATE_DEBUG_MODE") == "true":  # noqa: TID251 - as above
+            # The reporter names the line of each collective only if it need not import torch's compiler (``stack_reporter.py``).
+            with contextlib.suppress(ImportError):
+                importlib.import_module("torch._inductor")
         if kind == "module":
             _run_module(target, args)
         else:
@@ -216,6 +228,7 @@ def main(argv: list[str]) -> None:
                     with _progress_bars_cleared():
                         sys.stderr.write(f"{_line_start()}{stop.code}\n")
                 sys.exit(1)
+        recorder.exit_line = _last_user_line(stop)
         raise
     except KeyboardInterrupt:
         recorder.has_failed = True

@@ -255,7 +255,7 @@ def _reported(text: str, *, code: int, output: Path) -> RunFailure:
         return RunFailure(
             what=f"the processes exited with code {code}; the end of their output:",
             details=tuple(lines),
-            do="fix this error; the complete output is in the file",
+            do="read the complete output in the file",
             output=str(output),
         )
     report = _OWN_FRAME.sub("", _LOGS.sub("", text[starts[-1] :]))
@@ -264,7 +264,7 @@ def _reported(text: str, *, code: int, output: Path) -> RunFailure:
     return RunFailure(
         what=printable(first),
         details=tuple(printable(line) for line in rest[:_SHOWN_LINES]),
-        do=" ".join(do[1].split()) if do else "fix this error; the complete output is in the file",
+        do=" ".join(do[1].split()) if do else "read the complete output in the file",
         output=str(output),
     )
 
