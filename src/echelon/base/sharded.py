@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
         ValueError: the shard is not contiguous.
     """
     if any(is_strided(placement) for placement in tensor.placements):
-        return _of_nested_shards(tensor)
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None
+        return shape_and_offset_at(tensor, coordinate)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - as above
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -52,14 +55,17 @@ def is_strided(placement: object) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
-def _of_nested_shards(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and offset if each strided placement divides what the later mesh axes leave of its dimension.
+def shape_and_offset_at(tensor: DTensor, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the offset of the shard of the rank at ``coordinate`` in the mesh of ``tensor``.
+
+    Each strided placement divides what the later mesh axes leave of its dimension.
+
+    Raises:
+        ValueError: the shard is not contiguous.
 
     Source: torch.distributed.tensor.placement_types._StridedShard.
     """
     mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
     shape, offset = list(tensor.shape), [0] * tensor.dim()
     plain = [axis for axis, p in enumerate(tensor.placements) if not is_strided(p)]
     strided = [axis for axis, p in enumerate(tensor.placements) if is_strided(p)]

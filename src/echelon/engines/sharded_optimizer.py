@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from echelon.base.errors import UsageError
+from echelon.engines.optimizer_copy import copy_optimizer, load_own_state, no_full_state, why_not_copied
 
 with warnings.catch_warnings():
     # The package compiles unused optimizers with torch.jit.script, which is deprecated.
@@ -39,19 +39,22 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
     _index_to_param: Sequence[torch.Tensor]
 
     def __init__(self, optimizer: Optimizer) -> None:
-        _require_shardable(optimizer)
-        make_copy: Any = partial(_copy_for, optimizer)
+        reason = why_not_copied(optimizer)
+        if reason is not None:
+            raise unshardable(optimizer, reason)
+
+        make_copy: Any = lambda groups, **_defaults: copy_optimizer(optimizer, groups)  # noqa: E731 - torch's type is a class
         try:
             super().__init__(optimizer.param_groups, optimizer_class=make_copy, **optimizer.defaults)
         except (TypeError, ValueError) as error:
             if len({p.dtype for group in optimizer.param_groups for p in group["params"]}) > 1:
-                raise _unshardable(
+                raise unshardable(
                     optimizer,
                     f"torch's ZeroRedundancyOptimizer requires one dtype: {error}",
                     do="pass it only the trained parameters ([p for p in model.parameters() if p.requires_grad]) if those have one "
                     "dtype, or use the ddp or fsdp2 engine",
                 ) from error
-            raise _unshardable(optimizer, f"torch's ZeroRedundancyOptimizer rejects it: {error}") from error
+            raise unshardable(optimizer, f"torch's ZeroRedundancyOptimizer rejects it: {error}") from error
         self.state = self.optim.state
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
@@ -68,22 +71,13 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Raise UsageError, because no rank has the full state."""
-        raise UsageError(
-            "state_dict() cannot return the full optimizer state, because this rank holds the state of only some parameters",
-            do="use accelerator.save_state(), or call optimizer.full_state_dict() on every rank (only rank zero "
-            "gets the state)",
-        )
+        raise no_full_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a full state dict."""
-        groups = self.param_groups
-        Optimizer.load_state_dict(self, {**state_dict, "state": self._own(state_dict["state"])})
-        for group, loaded in zip(groups, self.param_groups):
-            group.update(loaded)
-        self.param_groups = groups  # the user may hold references to these
+        entries = load_own_state(self, state_dict, self._own(state_dict["state"]))
         self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
-        entries = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
-        if entries:  # of a class whose state dict has more than torch's
+        if entries:
             self.optim.load_state_dict({**entries, **Optimizer.state_dict(self.optim)})
             self.state = self.optim.state
 
@@ -97,40 +91,10 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         }
 
 
-def _copy_for(optimizer: Optimizer, groups: list[dict[str, Any]], **_defaults: Any) -> Optimizer:
-    """Return a copy of ``optimizer`` for the parameters in ``groups`` without calling its constructor."""
-    own = {parameter for group in groups for parameter in group["params"]}
-    # Keys that are not parameters belong to the optimizer as a whole.
-    state = {key: value for key, value in optimizer.state.items() if key in own or not isinstance(key, torch.Tensor)}
-    # Hooks, and a scheduler's wrapper of ``step``, stay with the original.
-    kept = {n: v for n, v in vars(optimizer).items() if n != "step" and not n.startswith("_optimizer_")}
-    part: Optimizer = object.__new__(type(optimizer))
-    Optimizer.__setstate__(part, {**kept, "param_groups": groups, "state": defaultdict(dict, state)})
-    return part
-
-
-def _require_shardable(optimizer: Optimizer) -> None:
-    """Raise an error if a parameter's update visibly depends on more than its group and state."""
-    step = vars(optimizer).get("step")
-    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
-        raise _unshardable(optimizer, "its step method was replaced on the instance")
-    for name in ("train", "eval"):
-        if hasattr(optimizer, name):
-            raise _unshardable(optimizer, f"its {name}() modifies parameters")
-    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, value in vars(optimizer).items():
-        if name in ("param_groups", "state"):
-            continue
-        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
-        if any(isinstance(item, Optimizer) or id(item) in parameters for item in items):
-            raise _unshardable(
-                optimizer, f"its attribute {name!r} references parameters or an optimizer outside its groups"
-            )
-
-
-def _unshardable(optimizer: Optimizer, why: str, *, do: str | None = None) -> UsageError:
+def unshardable(optimizer: Optimizer, why: str, *, do: str | None = None) -> UsageError:
+    """Return the error for an optimizer whose state cannot be divided among ranks."""
     return UsageError(
         f"the state of {type(optimizer).__name__} cannot be sharded: {why}",
         where="Accelerator(engine='zero1').prepare",
-        do=do or "use a torch.optim optimizer other than LBFGS, or the ddp engine",
+        do=do or "use AdamW, SGD or another optimizer that updates each parameter independently, or the ddp engine",
     )

@@ -21,7 +21,9 @@ from echelon.engines.ddp import DDPEngine
 from echelon.engines.delegating_engine import DelegatingEngine
 from echelon.engines.gather_state import gather_state
 from echelon.engines.join_uneven_inputs import join_sharded
-from echelon.engines.sharded_optimizer import ShardedOptimizer
+from echelon.engines.optimizer_copy import why_not_copied
+from echelon.engines.optimizer_probe import ProbeError, probe_optimizer, warn_of_assumption
+from echelon.engines.sharded_optimizer import ShardedOptimizer, unshardable
 from echelon.engines.stepper import repoint_scheduler
 from echelon.world.world import World
 
@@ -44,6 +46,7 @@ class Zero1Engine(DelegatingEngine):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(DDPEngine(world, scaler=scaler, options=options))
+        self._world = world
         self._new = partial(type(self), world, scaler=scaler, options=options)
         # By the user's optimizer, because its schedulers may be prepared later.
         self._sharded: dict[Optimizer, ShardedOptimizer] = {}
@@ -71,6 +74,8 @@ class Zero1Engine(DelegatingEngine):
         Raises:
             UsageError: an optimizer's state cannot be sharded.
         """
+        for optimizer in optimizers if self._world.world_size > 1 else ():
+            _require_independent(optimizer)
         prepared = super().prepare(models, optimizers, schedulers)
         for optimizer in prepared.optimizers:
             self._sharded[optimizer] = ShardedOptimizer(optimizer)
@@ -130,3 +135,16 @@ class Zero1Engine(DelegatingEngine):
     def release(self) -> None:
         super().release()
         self._sharded.clear()
+
+
+def _require_independent(optimizer: Optimizer) -> None:
+    """Raise UsageError if the update of a parameter depends on other parameters, which are on other ranks."""
+    if why_not_copied(optimizer) is not None:
+        return  # ShardedOptimizer rejects it
+    try:
+        behavior = probe_optimizer(optimizer, dims=())
+    except ProbeError as error:
+        warn_of_assumption(optimizer, error, engine="zero1")
+        return
+    if not behavior.by_tensor:
+        raise unshardable(optimizer, "a step on two parameters differs from a step on each of them")

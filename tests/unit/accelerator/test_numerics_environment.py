@@ -201,15 +201,16 @@ def test_an_engine_that_cannot_sum_shards_is_rejected() -> None:
         _prepared(engine="dp")
 
 
-def test_optimizers_that_need_whole_parameters_are_rejected_on_shards() -> None:
+def test_optimizers_whose_bits_depend_on_the_shards_are_rejected() -> None:
     weights = [nn.Parameter(torch.ones(2, 2))]
-    for optimizer, text in (
-        (torch.optim.AdamW(weights, fused=True), r"AdamW\(fused=True\) rounds differently"),
-        (torch.optim.Adafactor(weights), "Adafactor needs whole parameters"),
-    ):
-        with pytest.raises(UsageError, match=text):
-            refuse_optimizers([optimizer], is_sharded=True)
-        refuse_optimizers([optimizer], is_sharded=False)
-    refuse_optimizers([torch.optim.AdamW(weights, foreach=True), torch.optim.SGD(weights)], is_sharded=True)
+    fused = torch.optim.AdamW(weights, fused=True)
+    with pytest.raises(UsageError, match=r"AdamW\(fused=True\) rounds differently"):
+        refuse_optimizers([fused], is_sharded=True)
+    refuse_optimizers([fused], is_sharded=False)
+    with pytest.raises(UsageError, match="LBFGS computes sums over all parameters"):
+        refuse_optimizers([torch.optim.LBFGS(weights)], is_sharded=True)
+    # Adafactor steps gathered parameters.
+    steady = [torch.optim.AdamW(weights, foreach=True), torch.optim.SGD(weights), torch.optim.Adafactor(weights)]
+    refuse_optimizers(steady, is_sharded=True)
     with pytest.warns(EchelonWarning, match="holds for _Own on sharded parameters only if"):
         refuse_optimizers([_Own(weights)], is_sharded=True)

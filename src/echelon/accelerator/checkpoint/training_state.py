@@ -52,7 +52,7 @@ _AT_ONCE_BYTES = 1 << 30
 
 @runtime_checkable
 class _ShardsState(Protocol):
-    """An optimizer that shards its state by parameter (ZeRO-1)."""
+    """An optimizer that shards its state by parameter (ZeRO-1, and optimizers of whole matrices under FSDP2)."""
 
     rank: int
 
@@ -60,8 +60,8 @@ class _ShardsState(Protocol):
         """Return the state dict in torch's format with only this rank's part of the state."""
         ...
 
-    def owner(self, parameter: torch.Tensor) -> int:
-        """Return the rank that holds the state of ``parameter``."""
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """Return the rank that holds the whole state of ``parameter``; None if each rank has a part, as of the parameter."""
         ...
 
 
@@ -413,10 +413,11 @@ def _load_optimizer(
     rest: Mapping[str, Any],
 ) -> None:
     inner = optimizer.inner
+    owners = [inner.owner(p) if isinstance(inner, _ShardsState) else None for _, p in optimizer.parameters]
     wanted = [
         (number, name, parameter)
-        for number, (name, parameter) in enumerate(optimizer.parameters)
-        if not isinstance(inner, _ShardsState) or inner.owner(parameter) == inner.rank
+        for number, ((name, parameter), owner) in enumerate(zip(optimizer.parameters, owners))
+        if owner is None or owner == inner.rank
     ]
     by_parameter = state_keys(checkpoint, index, [name for name, _ in optimizer.parameters])
     values = state_values(checkpoint, index)
@@ -427,7 +428,8 @@ def _load_optimizer(
     with progress_bar(f"loading {checkpoint.folder.name} (optimizer)", sum(sizes)) as progress:
         for (number, name, parameter), num_bytes in zip(wanted, sizes):
             entries = {
-                key: _read_like(checkpoint, state_name(index, name, key), parameter) for key in by_parameter[name]
+                key: _read_like(checkpoint, state_name(index, name, key), parameter if owners[number] is None else None)
+                for key in by_parameter[name]
             }
             entries |= values.get(name, {})
             if entries:
@@ -451,9 +453,9 @@ def _numbered(optimizer: NamedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
     ]
 
 
-def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor sharded like ``parameter``, or in full if its shape differs."""
-    if checkpoint.layout(name).shape != tuple(parameter.shape) or not is_dtensor(parameter):
+def _read_like(checkpoint: Checkpoint, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor sharded like ``parameter``, or in full if there is none or its shape differs."""
+    if parameter is None or checkpoint.layout(name).shape != tuple(parameter.shape) or not is_dtensor(parameter):
         return checkpoint.read(name)
     _, box, _ = box_of(parameter)
     return local_as(checkpoint.read(name, box), parameter)

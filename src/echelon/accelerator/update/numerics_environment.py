@@ -25,6 +25,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
 from echelon.config.variables import library_variable, users_threads
 from echelon.distributed.collectives import gather_object
+from echelon.engines.optimizer_probe import ProbeError, probe_optimizer
 
 _EXACT = "or use parity='exact'"
 # Source: "Results reproducibility" in cuBLAS's documentation; torch.use_deterministic_algorithms requires one of them, too.
@@ -287,13 +288,20 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], *, is_sharded: bool) -> N
                 where="parity='bitwise', sharded parameters",
                 do="set fused=False (transformers: optim='adamw_torch'), use the ddp or zero1 engine, " + _EXACT,
             )
-        if kind.__module__.startswith("torch.optim") and kind.__name__ not in _BY_ELEMENT:
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in _BY_ELEMENT:
+            continue
+        try:
+            behavior = probe_optimizer(optimizer)
+        except ProbeError:
+            behavior = None
+        if behavior is not None and not behavior.by_tensor:
             raise UsageError(
-                f"{kind.__name__} needs whole parameters, but they are sharded across processes",
+                f"{kind.__name__} computes sums over all parameters, which round differently if they are sharded across processes",
                 where="parity='bitwise', sharded parameters",
-                do="use an elementwise optimizer (AdamW, SGD), or the ddp or zero1 engine, " + _EXACT,
+                do="use an elementwise optimizer (AdamW, SGD), or the ddp engine, " + _EXACT,
             )
-        if not kind.__module__.startswith("torch.optim"):
+        # The engine gathers the parameters of groups that are not elementwise.
+        if behavior is None or any(behavior.elementwise):
             warn(
                 _(
                     "parity='bitwise' holds for {kind} on sharded parameters only if it updates each element of a "

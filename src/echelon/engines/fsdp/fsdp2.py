@@ -45,6 +45,10 @@ from echelon.engines.fsdp.sharded_model import (
     warn_on_shard_values,
 )
 from echelon.engines.fsdp.wrap_policy import ignored_parameters, modules_to_shard, reject_sparse
+from echelon.engines.gather_state import gather_state
+from echelon.engines.gathered_optimizer import GatheredOptimizer
+from echelon.engines.optimizer_copy import attribute_with_parameters, why_not_copied
+from echelon.engines.optimizer_probe import ProbeError, probe_optimizer, steps_shards, warn_of_assumption
 from echelon.engines.output_hooks import ZeroOutputGradients, flatten_outputs_for_hooks
 from echelon.engines.param_groups import (
     clear_unreduced_gradients,
@@ -62,7 +66,7 @@ from echelon.engines.quantized_weights import broadcast_model, require_scales, u
 from echelon.engines.random_numbers import share_states
 from echelon.engines.shards import gather_full, local_tensors, shard_like
 from echelon.engines.state_dicts import plain_name, plain_state_dict
-from echelon.engines.stepper import Stepper, require_graph, zero_backward
+from echelon.engines.stepper import Stepper, repoint_scheduler, require_graph, zero_backward
 from echelon.engines.tensor_parallel.canonical_layers import exchanges_chunks
 from echelon.engines.tensor_parallel.parallelize import (
     adopt_split_layers,
@@ -116,6 +120,8 @@ class FSDP2Engine(Engine):
         # Models and optimizers may be prepared in separate calls, in any order.
         self._replaced = WeakIdKeyDictionary()  # original parameters -> sharded parameters
         self._optimizers: WeakSet[Optimizer] = WeakSet()
+        # By the user's optimizer, because its schedulers may be prepared later.
+        self._gathered: dict[Optimizer, GatheredOptimizer] = {}
         self._warned = False
         self._averages: bool | None = None  # whether the backend implements ReduceOp.AVG, or None if unknown
         self._contexts = ExitStack()  # of torch, until the models are released
@@ -147,10 +153,9 @@ class FSDP2Engine(Engine):
         also sharded.
 
         Raises:
-            UsageError: an optimizer cannot step parameter shards.
+            UsageError: an optimizer can step neither shards nor whole parameters one by one.
         """
-        for optimizer in optimizers:
-            _require_elementwise(optimizer)
+        optimizers = [self._gather_if_needed(optimizer) for optimizer in optimizers]
         before = [dict(model.named_parameters()) for model in models]
         for model in models:
             self._shard(model)
@@ -165,7 +170,56 @@ class FSDP2Engine(Engine):
             pipeline.drop_removed(optimizers)
         for optimizer in list(self._optimizers):
             _repoint_optimizer(optimizer, self._replaced)
+        for scheduler in schedulers:
+            for own, gathered in self._gathered.items():
+                repoint_scheduler(scheduler, old=own, new=gathered)
         return Prepared(models=tuple(models), optimizers=tuple(optimizers), schedulers=tuple(schedulers))
+
+    def _gather_if_needed(self, optimizer: Optimizer) -> Optimizer:
+        """Return ``optimizer`` if it can step shards, else one that steps the gathered parameters.
+
+        Collective: call on every rank.
+
+        Raises:
+            UsageError: ``optimizer`` can do neither.
+        """
+        attribute = attribute_with_parameters(optimizer, or_optimizer=False)
+        if attribute is not None and not all(
+            isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"]
+        ):
+            raise _cannot_step_shards(
+                optimizer,
+                f"its attribute {attribute!r} references parameters, which prepare() replaces with sharded ones",
+            )
+        try:
+            behavior = probe_optimizer(optimizer, dims=(0,) if self._options.tensor_parallel is None else (0, 1))
+        except ProbeError as error:
+            warn_of_assumption(optimizer, error, engine="fsdp2")
+            return optimizer
+        elementwise, mesh = behavior.elementwise, self._device_mesh()
+        # Sums over all parameters are right on one mesh; split layers have parameters on several.
+        if all(elementwise) or (not behavior.by_tensor and self._options.tensor_parallel is None):
+            if steps_shards(optimizer, optimizer.param_groups, mesh, is_elementwise=all(elementwise)):
+                return optimizer
+            elementwise = (False,) * len(elementwise)  # torch lacks an operation on shards
+        if not behavior.by_tensor:
+            raise _cannot_step_shards(
+                optimizer,
+                "a step on two halves differs from a step on the whole, and a step on two parameters differs from a step on each of them",
+            )
+        reason = why_not_copied(optimizer)
+        if reason is None and self._pipelines:
+            reason = "the ranks of a pipeline have different parameters"
+        if reason is not None:
+            raise _cannot_step_shards(
+                optimizer,
+                f"a step on two halves differs from a step on the whole, which cannot be gathered because {reason}",
+            )
+        sharded = [group for group, is_elementwise in zip(optimizer.param_groups, elementwise) if is_elementwise]
+        if sharded and not steps_shards(optimizer, sharded, mesh, is_elementwise=True):
+            elementwise = (False,) * len(elementwise)
+        self._gathered[optimizer] = GatheredOptimizer(optimizer, elementwise=elementwise)
+        return self._gathered[optimizer]
 
     def _shard(self, model: nn.Module) -> None:
         options = self._options
@@ -590,13 +644,19 @@ class FSDP2Engine(Engine):
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         pipeline = self._pipeline_of(optimizer)
         keep = self._world.rank == 0 if pipeline is None else has_rank_zero(pipeline.group)
-        state = optimizer.state_dict()
+        state = optimizer.own_state() if isinstance(optimizer, GatheredOptimizer) else optimizer.state_dict()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        owned = {n for n in state["state"] if isinstance(n, int) and _owner(optimizer, parameters[n]) is not None}
         values = {
             number: {key: gather_full(value, keep=keep) for key, value in entries.items()}
             if isinstance(number, int)
             else entries  # of no parameter
             for number, entries in state["state"].items()
+            if number not in owned
         }
+        if isinstance(optimizer, GatheredOptimizer):
+            others = gather_state({number: state["state"][number] for number in sorted(owned)})
+            values = {**values, **(others or {})}
         if pipeline is not None and keep:
             return gather_optimizer(pipeline, optimizer, {**state, "state": values})
         return {**state, "state": values} if keep else None
@@ -612,8 +672,8 @@ class FSDP2Engine(Engine):
         owners = [p for group in optimizer.param_groups for p in group["params"]]
         parts = {
             number: {key: shard_like(value, owners[number]) for key, value in entries.items()}
-            if isinstance(number, int)
-            else entries  # of no parameter
+            if isinstance(number, int) and _owner(optimizer, owners[number]) is None
+            else entries  # of no parameter, or whole
             for number, entries in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": parts})
@@ -637,6 +697,7 @@ class FSDP2Engine(Engine):
         self._is_loss_parallel = False
         self._roots.clear()
         self._replaced.clear()
+        self._gathered.clear()
         self._pipelines.clear()
         self._stepper.found_inf_groups.clear()
         for hook in self._hooks:
@@ -695,28 +756,14 @@ def _backend_averages(world: World) -> bool:
     return float(mean) == 1.0
 
 
-# LBFGS silently uses dot products of one shard. The other optimizers fail with errors of torch.
-_NEEDS_FULL_PARAMETERS = frozenset({"Adafactor", "LBFGS", "Muon", "Rprop"})
-
-
 def _cannot_step_shards(optimizer: Optimizer, why: str) -> UsageError:
     """Return the error for an optimizer that cannot step shards."""
     kind = type(optimizer).__name__
     return UsageError(
         f"{kind} cannot step sharded parameters: {why}",
         where="fsdp2 engine",
-        do=f"use AdamW, SGD or another elementwise optimizer, or keep {kind} and use "
-        f"engine='{'ddp' if kind == 'LBFGS' else 'zero1'}'",
+        do=f"use AdamW, SGD or another elementwise optimizer, or keep {kind} and use engine='ddp'",
     )
-
-
-def _require_elementwise(optimizer: Optimizer) -> None:
-    """Raise UsageError if ``optimizer`` is a torch optimizer that cannot step shards."""
-    kind = type(optimizer)
-    if kind.__name__ == "Adafactor" or (
-        kind.__module__.startswith("torch.optim") and kind.__name__ in _NEEDS_FULL_PARAMETERS
-    ):
-        raise _cannot_step_shards(optimizer, "its update needs unsharded parameters")
 
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
@@ -736,4 +783,13 @@ def _repoint_optimizer(optimizer: Optimizer, replaced: Mapping[torch.Tensor, nn.
         new = replaced.get(old, old)
         if new is not old:
             entries = optimizer.state.pop(old)
-            optimizer.state[new] = {key: shard_like(value, new) for key, value in entries.items()}
+            owner = _owner(optimizer, new)
+            if owner is None:
+                optimizer.state[new] = {key: shard_like(value, new) for key, value in entries.items()}
+            elif owner == dist.get_rank():
+                optimizer.state[new] = entries
+
+
+def _owner(optimizer: Optimizer, parameter: torch.Tensor) -> int | None:
+    """Return the rank that has the whole state of ``parameter``; None if each rank has its shard."""
+    return optimizer.owner(parameter) if isinstance(optimizer, GatheredOptimizer) else None

@@ -1,0 +1,78 @@
+"""Copies an optimizer without calling its constructor, to step other tensors than its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from echelon.base.errors import UsageError
+
+
+def copy_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return a copy of ``optimizer`` for the parameters in ``groups``, with its other attributes and its state for them.
+
+    The copy has no hooks. Attributes are shared, and none of them may be a parameter (see ``why_not_copied``).
+    """
+    own = {parameter for group in groups for parameter in group["params"]}
+    # Keys that are not parameters belong to the optimizer as a whole.
+    state = {key: value for key, value in optimizer.state.items() if key in own or not isinstance(key, torch.Tensor)}
+    # Hooks, and a scheduler's wrapper of ``step``, stay with the original.
+    kept = {n: v for n, v in vars(optimizer).items() if n != "step" and not n.startswith("_optimizer_")}
+    part: Optimizer = object.__new__(type(optimizer))
+    Optimizer.__setstate__(part, {**kept, "param_groups": groups, "state": defaultdict(dict, state)})
+    return part
+
+
+def why_not_copied(optimizer: Optimizer) -> str | None:
+    """Return why a copy of ``optimizer`` would not step other tensors as ``optimizer`` steps its own; None if nothing shows that."""
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        return "its step method was replaced on the instance"
+    for name in ("train", "eval"):
+        if hasattr(optimizer, name):
+            return f"its {name}() modifies parameters"
+    attribute = attribute_with_parameters(optimizer)
+    if attribute is None:
+        return None
+    return f"its attribute {attribute!r} references parameters or an optimizer outside its groups"
+
+
+def attribute_with_parameters(optimizer: Optimizer, *, or_optimizer: bool = True) -> str | None:
+    """Return the name of an attribute that refers to parameters, or to another optimizer; None if there is none."""
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state"):
+            continue
+        items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+        if any((or_optimizer and isinstance(item, Optimizer)) or id(item) in parameters for item in items):
+            return name
+    return None
+
+
+def load_own_state(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[Any, Any]) -> dict[str, Any]:
+    """Load ``own``, this rank's part of the state in ``state_dict``; return what else the dict has for the user's class.
+
+    Args:
+        optimizer: the optimizer that shards its state; its group dicts stay, because the user may hold references to them.
+        state_dict: in torch's format, with all parameter groups.
+        own: by number of the parameter.
+    """
+    groups = optimizer.param_groups
+    Optimizer.load_state_dict(optimizer, {**state_dict, "state": dict(own)})
+    for group, loaded in zip(groups, optimizer.param_groups):
+        group.update(loaded)
+    optimizer.param_groups = groups
+    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+
+
+def no_full_state() -> UsageError:
+    """Return the error for ``state_dict()`` of an optimizer that shards its state by parameter."""
+    return UsageError(
+        "state_dict() cannot return the full optimizer state, because this rank holds the state of only some parameters",
+        do="use accelerator.save_state(), or call optimizer.full_state_dict() on every rank (only rank zero "
+        "gets the state)",
+    )
