@@ -33,12 +33,17 @@ from echelon.accelerator import (
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     PartialState as PartialState,
 )
+from echelon.accelerator.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from echelon.accelerator.memory import find_executable_batch_size as find_executable_batch_size
 from echelon.accelerator.models.load_pretrained import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     load_checkpoint_in_model as load_checkpoint_in_model,
 )
 from echelon.accelerator.models.prepare_pippy import prepare_pippy as prepare_pippy
+from echelon.accelerator.packed_dataset import (
+    PackedDataset as PackedDataset,
+    packed_attention_mask as packed_attention_mask,
+)
 from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from echelon.accelerator.plugins.kwargs_handlers import ProfileKwargs as ProfileKwargs

@@ -50,6 +50,8 @@ FILES = {
     "ranks_options": "ranks/trainer/test_trainer_options.py",
     "ranks_resume": "ranks/trainer/test_trainer_resume.py",
     "ranks_meshes": "ranks/trainer/test_trainer_meshes.py",
+    "ranks_chunked": "ranks/trainer/test_chunked_loss.py",
+    "ranks_packing": "ranks/accelerator/test_packed_dataset.py",
     "ranks_averages": "ranks/trainer/test_trainer_averages.py",
     "ranks_spikes": "ranks/trainer/test_spike_guard.py",
     "ranks_sharded": "ranks/distributed/test_already_sharded.py",

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSam
 
 from echelon.accelerator import Accelerator, sequences
 from echelon.accelerator.checkpoint.folders import require_whole
+from echelon.accelerator.packed_dataset import PackedDataset
 from echelon.accelerator.pipeline import Pipeline
 from echelon.accelerator.process import first_rank_saves
 from echelon.accelerator.rng_states import current_random_states
@@ -39,8 +40,10 @@ from echelon.trainer.checkpoint.checkpoint_folders import best_folder, update_be
 from echelon.trainer.checkpoint.model_files import load_model_from, write_model_files
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data import batches, data_loaders
+from echelon.trainer.data.collators import default_data_collator
 from echelon.trainer.data.columns import ColumnFilter, KeptColumns, Table, drop_columns, kept_columns, signature_columns
 from echelon.trainer.data.num_items import WatchedNumber, count_items, items_of, num_tokens
+from echelon.trainer.data.packing import packed
 from echelon.trainer.features.hub import tags_of, write_card
 from echelon.trainer.features.memory_metrics import MemoryMeter
 from echelon.trainer.model_loss import LabelSmoother, loss_in, missing_column, without_labels
@@ -182,8 +185,20 @@ class TrainerMethods:
         size = self._train_batch_size
         if self.accelerator.parity != "off":
             size = global_batch_size(self.args, self.accelerator.session.num_readers)
+        dataset = self.train_dataset
+        if self.args.pack_to_length is not None:
+            if isinstance(dataset, Table):
+                dataset = self._remove_unused_columns(dataset, description="Training")
+            dataset = packed(
+                self.args,
+                dataset,
+                accelerator=self.accelerator,
+                collator=self.data_collator,
+                shifts_labels=self._session.interface.shifts_labels,
+                tokenizer=self.processing_class,
+            )
         return self._get_dataloader(
-            dataset=self.train_dataset,
+            dataset=dataset,
             description="Training",
             batch_size=size,
             sampler_fn=self._get_train_sampler,
@@ -244,6 +259,8 @@ class TrainerMethods:
         With ``dataloader_persistent_workers``, it is kept under ``dataloader_key``.
         """
         accelerator, collator, is_iterable = self.accelerator, self.data_collator, isinstance(dataset, IterableDataset)
+        if isinstance(dataset, PackedDataset):
+            collator = default_data_collator  # a tokenizer would add an attention mask, with which models do not look at positions
         whole = dataset
         if isinstance(dataset, Table) and not is_iterable:
             dataset = self._remove_unused_columns(dataset, description=description)

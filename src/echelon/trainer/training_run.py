@@ -18,6 +18,7 @@ from torch import nn
 from echelon.accelerator.checkpoint.folders import same_on_all_ranks
 from echelon.accelerator.memory import clear_device_cache
 from echelon.accelerator.out_of_memory import log_out_of_memory
+from echelon.accelerator.packed_dataset import PackedDataset
 from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.tracking import record_hyperparameters
@@ -46,7 +47,9 @@ from echelon.trainer.checkpoint.resume_point import (
 )
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_length
+from echelon.trainer.data.packing import require_separate_examples
 from echelon.trainer.features.auto_find_batch_size import evaluation_memory_error, find_batch_size_and_train
+from echelon.trainer.features.chunked_loss import ChunkedLoss, chunked_loss
 from echelon.trainer.features.model_changes import (
     enable_activation_checkpointing,
     inspect_model,
@@ -98,6 +101,7 @@ class TrainingRun:
         self._resumed: ResumedTraining | None = None
         self._start = ResumePoint()
         self._plan: TrainingPlan
+        self._chunked_loss: ChunkedLoss | None = None
         self._total = 0  # samples of one update of this process
         self._allows_changed_data = False
         # ``_prepare`` and ``_begin_loop`` set the rest, for each attempt of ``auto_find_batch_size``.
@@ -199,6 +203,9 @@ class TrainingRun:
             if args.activation_checkpointing and activation_mode(args) is None:
                 enable_activation_checkpointing(trainer.model, args.activation_checkpointing_kwargs)
             stack.enter_context(noisy_embeddings(trainer.model, trainer.neftune_noise_alpha))
+            self._chunked_loss = None
+            if args.loss_chunk is not None:
+                self._chunked_loss = stack.enter_context(chunked_loss(trainer, session.interface, args.loss_chunk))
             if "underflow_overflow" in args.debug:
                 stack.enter_context(checked_forward(trainer.model))
             self._prepare()
@@ -329,6 +336,13 @@ class TrainingRun:
         session.average = new_average(trainer.args)
         if session.average is not None:
             trainer.accelerator.prepare(trainer.optimizer, session.average)
+        if self._chunked_loss is not None:
+            self._chunked_loss.require_same_loss(trainer.model_wrapped, trainer.accelerator.device)
+        if isinstance(rows := getattr(loader, "dataset", None), PackedDataset):
+            num_rows = min(2, session.update_size(trainer.args).batch_size)
+            require_separate_examples(
+                trainer.model_wrapped, trainer.model, rows, num_rows=num_rows, device=trainer.accelerator.device
+            )
         trainer.callback_handler.train_dataloader = loader
         session.cursor.load_state_dict(TrainCursor().state_dict())
         self._start = ResumePoint() if self._resumed is None else self._resumed.load(loader, self._plan)

@@ -30,6 +30,8 @@ OWN: dict[str, Any] = {
     "limit_train_batches": None,
     "limit_eval_batches": None,
     "stop_on_nan": False,
+    "pack_to_length": None,
+    "loss_chunk": None,
     "ema_decay": None,
     "swa_start": None,
     "average_every": 1,

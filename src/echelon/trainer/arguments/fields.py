@@ -205,6 +205,13 @@ class TrainingFields:
         None, ("Maximum number of batches per evaluation; a value below 1 is a fraction of all batches.")
     )
     stop_on_nan: bool = extra(False, "Raise at the first nonfinite loss or gradient, and name the tensor.")
+    pack_to_length: int | None = extra(
+        None,
+        "Pack training samples (token lists) into rows of this many tokens; no sample sees another one in its row.",
+    )
+    loss_chunk: int | None = extra(
+        None, "Compute a causal language model's logits and loss for this many tokens at a time, to save memory."
+    )
     ema_decay: float | None = extra(
         None,
         "Average the weights exponentially with this decay (such as 0.999); evaluations, model files and the trained model have the "

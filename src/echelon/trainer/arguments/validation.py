@@ -144,6 +144,18 @@ def check_values(args: TrainingFields) -> None:
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         _check_saved_when_evaluated(args)
     _check_average(args)
+    if args.loss_chunk is not None and args.loss_chunk < 1:
+        raise ConfigError(
+            _("loss_chunk={size} is below 1", size=args.loss_chunk),
+            where="TrainingArguments.loss_chunk",
+            do=_("set it to a number of tokens, such as 1024"),
+        )
+    if args.pack_to_length is not None and args.pack_to_length < 2:
+        raise ConfigError(
+            _("pack_to_length={length} is below 2", length=args.pack_to_length),
+            where="TrainingArguments.pack_to_length",
+            do=_("set it to the number of tokens in a row, such as 2048"),
+        )
 
 
 def _check_average(args: TrainingFields) -> None:

@@ -40,8 +40,13 @@ class _Wrapper(Protocol):
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
     """Return the ``forward`` of ``model``; if it is compiled or a PEFT model, the inner model's."""
+    return base_model_of(model).forward
+
+
+def base_model_of(model: nn.Module) -> nn.Module:
+    """Return ``model`` itself; if it is compiled or a PEFT model, the inner model."""
     inner = uncompiled(model)  # the forward of a compiled module accepts anything
-    return uncompiled(inner.get_base_model() if isinstance(inner, _Wrapper) else inner).forward
+    return uncompiled(inner.get_base_model() if isinstance(inner, _Wrapper) else inner)
 
 
 def find_labels(forward: Callable[..., Any]) -> list[str]:
