@@ -15,6 +15,7 @@ from echelon.base.errors import ConfigError
 from echelon.trainer import Trainer, TrainingArguments
 from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE
 from tests.harness import run_on_ranks
+from tests.parallel_models import VOCABULARY, loss_without_float32, tiny_llama
 from tests.prepared_loop import whole
 from tests.reference import permutation
 from tests.trainer_models import CONSTANT_SGD, EndsAfter, Net, arguments, net_data, stacked, warnings_of
@@ -180,3 +181,112 @@ def _order(saved: dict[str, torch.Tensor]) -> list[int]:
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         arguments(tmp_path, **settings)
+
+
+# ---- adapters and pipelines --------------------------------------------------------------------------------------------
+
+
+def _adapted() -> Any:
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["layers.0"], init_lora_weights=False)
+    model = Net()
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, config)
+
+
+def _train_adapter(folder: str, engine: str, until: int | None) -> dict[str, torch.Tensor]:
+    options: dict[str, Any] = {"ema_decay": 0.7, "eval_strategy": "no", "engine": engine}
+    if until is None:  # the last checkpoint is the best one
+        options |= {"eval_strategy": "steps", "load_best_model_at_end": True}
+    trainer = Trainer(
+        _adapted(),
+        _args(folder, **options),
+        train_dataset=net_data(_ROWS),
+        eval_dataset=net_data(_EVALUATED),
+        callbacks=[EndsAfter(until)],
+    )
+    trainer.train(resume_from_checkpoint="auto")
+    return {name: whole(p) for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def _averages_of_adapters() -> list[dict[str, torch.Tensor]]:
+    model, rows = _adapted(), net_data(_ROWS)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
+    order = permutation(_ROWS, seed=42, epoch=0)
+    average, found = {name: p.detach().clone() for name, p in trained.items()}, []
+    for step in range(_STEPS):
+        x, labels = stacked([rows[i] for i in order[_BATCH * step : _BATCH * (step + 1)]])
+        model(x, labels)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average = {name: 0.7 * average[name] + 0.3 * p.detach() for name, p in trained.items()}
+        found.append(average)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_adapters_are_averaged_and_a_resumed_run_continues_from_their_weights_of_training(
+    engine: str, tmp_path: Path
+) -> None:
+    averages = _averages_of_adapters()
+    for until in (3, None):
+        for found in run_on_ranks(_train_adapter, str(tmp_path), engine, until, world_size=2):
+            expected = averages[(until or _STEPS) - 1]
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
+    saved = load_file(tmp_path / "checkpoint-3" / "adapter_model.safetensors")
+    for name, value in averages[2].items():
+        torch.testing.assert_close(saved[name.replace(".default", "")], value, rtol=0, atol=1e-12)
+
+
+def _train_pipeline(folder: str, until: int | None) -> dict[str, torch.Tensor]:
+    trainer = Trainer(
+        _language_model(),
+        _args(
+            folder,
+            ema_decay=0.7,
+            parallelism_config={"pp_size": 2},
+            pipeline_num_micro_batches=2,
+            load_best_model_at_end=until is None,
+        ),
+        train_dataset=_tokens(),
+        eval_dataset=_tokens()[:_BATCH],
+        callbacks=[EndsAfter(until)],
+    )
+    trainer.train(resume_from_checkpoint="auto")
+    trainer.save_model(f"{folder}/trained")
+    return {}
+
+
+def _language_model() -> Any:
+    model: Any = tiny_llama(tied=True)
+    model.loss_function = loss_without_float32
+    return model
+
+
+def _tokens() -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(VOCABULARY, (_ROWS, 8), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+@pytest.mark.slow
+def test_stages_with_a_shared_weight_are_averaged_and_the_best_ones_come_back(tmp_path: Path) -> None:
+    model, data, order = _language_model(), _tokens(), permutation(_ROWS, seed=42, epoch=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(_STEPS):
+        rows = [data[i] for i in order[_BATCH * step : _BATCH * (step + 1)]]
+        model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average = {name: 0.7 * average[name] + 0.3 * p.detach() for name, p in model.named_parameters()}
+    for until in (3, None):
+        run_on_ranks(_train_pipeline, str(tmp_path), until, world_size=2, timeout=120)
+    for folder in ("checkpoint-6", "trained"):
+        saved = load_file(tmp_path / folder / "model.safetensors")
+        for name, value in average.items():
+            torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
