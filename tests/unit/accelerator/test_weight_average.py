@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from echelon import EMA, SWA, Accelerator
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
+from echelon.checkpoint.formats.accelerate import export_accelerate
+from echelon.checkpoint.formats.merged_weights import merge
+from echelon.checkpoint.read import Checkpoint
 
 LEARNING_RATE = 0.1
 
@@ -177,6 +181,22 @@ def test_accelerates_format_holds_no_averages(tmp_path: Path) -> None:
     start = _copy(model.parameters())
     with ema.average_parameters():
         assert all(torch.equal(p, value) for p, value in zip(model.parameters(), start))
+
+
+def test_other_layouts_lose_no_average_silently(tmp_path: Path) -> None:
+    accelerator, model, optimizer, _ = _prepared(EMA(0.9))
+    _step(accelerator, model, optimizer, 0)
+    accelerator.save_state(tmp_path / "state")
+    for folder in ("accelerate", "merged"):
+        (tmp_path / folder).mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"has an average of the weights \(EMA\), which other layouts do not have"
+    ):
+        export_accelerate(Checkpoint(tmp_path / "state"), tmp_path / "accelerate")
+    with pytest.warns(EchelonWarning, match="the merged weights are those of training"):
+        merge(tmp_path / "state", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(merged[name], p) for name, p in model.named_parameters())
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------------

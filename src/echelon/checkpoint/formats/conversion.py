@@ -181,6 +181,19 @@ def training_objects_in(checkpoint: Checkpoint) -> dict[str, Any]:
             f"({', '.join(objects['extra_states'][extras[0]])}), which safetensors files cannot contain",
             do="load it in the training script and save it there with safe_serialization=False",
         )
+    if objects.get("averages"):
+        kinds = ", ".join(average["kind"] for average in objects["averages"])
+        raise CheckpointError(
+            _(
+                "{folder} has an average of the weights ({kinds}), which other layouts do not have",
+                folder=checkpoint.folder,
+                kinds=kinds,
+            ),
+            do=_(
+                "load it in a script without the average (load_state(..., allow_missing=('average',))), save it there, and export "
+                "the result"
+            ),
+        )
     return objects
 
 

@@ -67,6 +67,14 @@ def merge(
                     extras=", ".join(extras[model]),
                 )
             )
+        if count and checkpoint.objects().get("averages"):
+            warn(
+                _(
+                    "{source} also has an average of the weights; the merged weights are those of training. A Trainer has written the "
+                    "averaged weights beside them; in a script of your own, call save_model() inside average_parameters()",
+                    source=source,
+                )
+            )
         weights = weights_of(checkpoint, model_prefix(model)) if count else weights_beside(checkpoint)
     else:
         if not weight_files(source):
