@@ -18,7 +18,7 @@ RAN = "open('ran', 'w')\n"
 
 CASES = {
     "missing script": (["gone.py"], "the script gone.py does not exist", "check the path"),
-    "no script": ([], "missing argument 'SCRIPT'", "see echelon launch --help"),
+    "no script": ([], "SCRIPT is missing", "write echelon launch [OPTIONS] SCRIPT"),
     "directory": (["."], ". is a directory, not a Python script", "pass a file"),
     "not utf-8": (["latin.py"], "latin.py is not valid utf-8 text: byte 0xe9", "# -*- coding: latin-1 -*-"),
     "null bytes": (["nul.py"], "", "do:"),

@@ -23,6 +23,7 @@ from echelon.base.messages.terminal import align_columns
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_, in_english
 from echelon.base.printable import printable
 from echelon.base.progress import progress_bar
+from echelon.base.similar_path import suggest_path
 from echelon.checkpoint import storage
 from echelon.checkpoint.commit import new_folder, place_of, require_apart
 from echelon.checkpoint.formats.layouts import (
@@ -205,9 +206,17 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 def require_folder(path: str) -> Path:
     """Return ``path`` if it exists, even if a crash during a commit has left it under a temporary name."""
     folder = Path(path).expanduser()
+    if folder.is_file():
+        raise UsageError(
+            _("{path} is a file, not a folder", path=path),
+            where="echelon checkpoint",
+            do=_("pass a folder, such as {folder}", folder=folder.parent),
+        )
     if not place_of(folder).is_dir():
         raise UsageError(
-            _("the folder {path} does not exist", path=path), where="echelon checkpoint", do=_("check the path")
+            _("the folder {path} does not exist", path=path),
+            where="echelon checkpoint",
+            do=suggest_path(folder, otherwise=_("check the path")),
         )
     return folder
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.launch.job_token import default_token_file, find_token, make_token_file
 
@@ -26,6 +27,12 @@ def command(path: Path | None) -> None:
         )
         click.echo(text)
         return
+    if target.is_dir():
+        raise UsageError(
+            _("{path} is a directory, not a file", path=target),
+            where="echelon token",
+            do=_("pass a file, for example {name}", name=target / "token"),
+        )
     if path is None:
         find_token()  # raises if the token is unusable
     click.echo(_("{target}: kept the existing token; to create a new one, remove this file first", target=target))

@@ -68,8 +68,9 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            raise unknown_command(args[0], path="echelon", names=self.list_commands(ctx))
+        if args and args[0].replace("_", "-") not in _COMMANDS and not args[0].startswith("-"):
+            names = [name for name in self.list_commands(ctx) if name not in _HIDDEN]
+            raise unknown_command(args[0], path="echelon", names=names)
         return super().resolve_command(ctx, args)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,12 @@ def _of_gpus(gpus: str | None) -> list[str]:
         return []
     if gpus == "all":
         return ["--num_processes", "gpu"]
+    if not re.fullmatch(r"\d+(,\d+)*", gpus):
+        raise UsageError(
+            _("{gpus!r} names no accelerators", gpus=gpus),
+            where=_("flag {name}", name="--gpus"),
+            do=_("pass all, a number, or indices such as 0,2"),
+        )
     return ["--gpu_ids", gpus] if "," in gpus else ["--num_processes", gpus]
 
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from echelon.base.errors import UsageError
 from echelon.base.messages.terminal import align_columns, say
 from echelon.base.messages.translation import gettext as _
+from echelon.base.similar_path import suggest_path
 from echelon.cli.help.completion import complete_paths
 from echelon.cli.stoppable import stoppable
 from echelon.launch.script import Script, check
@@ -52,7 +53,9 @@ def command(ctx: click.Context, script: str, args: tuple[str, ...], *, seconds: 
     """
     if not Path(script).is_file():
         raise UsageError(
-            _("{script} is not a file", script=script), where="SCRIPT", do=_("pass the path of a Python script")
+            _("{script} is not a file", script=script),
+            where="SCRIPT",
+            do=suggest_path(script, otherwise=_("pass the path of a Python script")),
         )
     check(Script(kind="script", target=script, args=()))
     from echelon.tune.candidates import candidates  # noqa: PLC0415 - torch and numpy, which --help does not need

@@ -19,6 +19,7 @@ from echelon.base.errors import UsageError
 from echelon.base.messages.terminal import has_colour, say
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.printable import printable
+from echelon.base.similar_path import suggest_path
 from echelon.cli.help.completion import complete_folders, complete_paths
 from echelon.cli.help.pages import option_name, write_groups
 from echelon.cli.launch_options import flag_entries, option_row
@@ -183,8 +184,15 @@ def _check(script: str, flags: dict[str, Any]) -> None:
         if path is None:
             continue
         if not Path(path).is_file():
-            raise UsageError(_("{path} is not a file", path=path), where=name, do=_("pass the path of a Python script"))
+            do = suggest_path(path, otherwise=_("pass the path of a Python script"))
+            raise UsageError(_("{path} is not a file", path=path), where=name, do=do)
         check(Script(kind="script", target=path, args=()))
+    if wrong := [word for word in flags["procs"].split(",") if not word.strip().isdigit() or not int(word)]:
+        raise UsageError(
+            _("{value!r} is not a number of processes", value=wrong[0]),
+            where=_("flag {name}", name="--num_processes"),
+            do=_("pass positive integers, separated by commas, such as --num_processes 1,2,4"),
+        )
     if flags["against"] is not None and flags["against_run"] is not None:
         raise UsageError(
             _("--against and --against_run are mutually exclusive"),

@@ -214,7 +214,5 @@ def _unknown(entry: DocumentEntry, names: Any) -> ConfigError:
     return ConfigError(
         _("unknown setting {keys!r}", keys=".".join(entry.keys)),
         where=_("file {name}", name=entry.place),
-        do=_("did you mean {near!r}?", near=near[0])
-        if near
-        else _("see docs/configuration.md for the names of all settings"),
+        do=_("did you mean {near!r}?", near=near[0]) if near else _("echelon config explain lists all settings"),
     )

@@ -15,6 +15,7 @@ from typing import Literal
 
 from echelon.base.errors import ConfigError
 from echelon.base.messages.translation import gettext as _
+from echelon.base.similar_path import suggest_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +57,14 @@ def _check_module(name: str) -> None:
     # Check only the top-level package, because looking up a submodule would import its parents.
     top = name.partition(".")[0]
     path = [os.getcwd(), *sys.path]
-    if not top or (top not in sys.builtin_module_names and PathFinder.find_spec(top, path) is None):
+    is_file = name.endswith(".py") and os.path.isfile(name)
+    if is_file or not top or (top not in sys.builtin_module_names and PathFinder.find_spec(top, path) is None):
         do = (
             _("echelon launch {name} (without -m) runs a file", name=name)
             if os.path.exists(name)
             else _("check the name, or install the module with pip")
         )
-        raise ConfigError(_("no module named {top!r}", top=top), where=f"-m {name}", do=do)
+        raise ConfigError(_("no module named {top!r}", top=name if is_file else top), where=f"-m {name}", do=do)
 
 
 def _check_program(name: str) -> None:
@@ -81,10 +83,13 @@ def _check_source(name: str) -> None:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
+        do = _("check the path; use -m for a module, or --no_python for a program that is not Python")
+        if name in ("python", "python3"):
+            do = _("leave out {name}: the command runs the script with Python", name=name)
         raise ConfigError(
             _("the script {name} does not exist", name=name),
             where=_("directory {folder}", folder=os.getcwd()),
-            do=_("check the path; use -m for a module, or --no_python for a program that is not Python"),
+            do=suggest_path(name, otherwise=do),
         ) from error
     except OSError as error:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -116,6 +117,22 @@ def test_errors_of_click_name_the_flag_as_the_documents_and_the_command(
         ),
         ("completion csh", "completion", "SHELL='csh' is not one of bash, zsh, fish", "did you mean zsh?"),
         ("runs ls --json=1", "runs ls", "--json takes no value", "write --json alone"),
+        ("x.py", "", "unknown command 'x.py'", "did you mean echelon launch x.py?"),
+        ("--cpu x.py", "", "unknown flag --cpu", "flags follow a command, as in echelon launch --cpu"),
+        (
+            "launch --num_processes x.py",
+            "launch",
+            "SCRIPT is missing",
+            "--num_processes took x.py as its value; write --num_processes VALUE x.py",
+        ),
+        (
+            "checkpoint merge a",
+            "checkpoint merge",
+            "OUT is missing",
+            "write echelon checkpoint merge [OPTIONS] PATH OUT",
+        ),
+        ("checkpoint export a b", "checkpoint export", "--format is missing", "add --format accelerate|transformers"),
+        ("token .", "token", ". is a directory, not a file", "pass a file, for example token"),
     ],
 )
 @pytest.mark.parametrize("locale", ["C", "zh_CN.UTF-8"])
@@ -136,6 +153,32 @@ def test_wrong_words_get_the_nearest_right_ones(
     else:
         lines = [line for line in error.splitlines() if not re.search("[\u4e00-\u9fff]", line)]
         assert (len(error.splitlines()), lines) == (3, [])
+
+
+def test_what_is_missing_is_suggested_without_importing_torch(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "train.py").write_text("")
+    for argv, text in (
+        (["launch", "trian.py"], "did you mean train.py?"),
+        (["launch", "train"], "did you mean train.py?"),
+        (["launch", "python", "train.py"], "leave out python"),
+        (["launch", "-m", "train.py"], "echelon launch train.py (without -m) runs a file"),
+        (["verify", "trian.py"], "did you mean train.py?"),
+        (["tune", "trian.py"], "did you mean train.py?"),
+        (["checkpoint", "ls", "run"], "did you mean runs?"),
+        (["checkpoint", "show", "train.py"], "train.py is a file, not a folder"),
+        (["merge_weights", "run", "out"], "did you mean runs?"),
+        (["test", "--gpus", "x"], "pass all, a number, or indices such as 0,2"),
+        (["verify", "--num_processes", "1,x", "train.py"], "'x' is not a number of processes"),
+    ):
+        program = (
+            f"import sys; from echelon.cli.main import _run; code = _run({argv}); assert 'torch' not in sys.modules; "
+            "sys.exit(code)"
+        )
+        found = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert (found.returncode, text in found.stderr) == (2, True), (argv, found.stderr)
 
 
 def test_help_shows_one_name_of_an_option_and_no_ranges(capsys: pytest.CaptureFixture[str]) -> None:

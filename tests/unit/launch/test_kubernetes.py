@@ -282,7 +282,7 @@ def test_a_printed_manifest_says_where_the_secret_comes_from(
 @pytest.mark.parametrize(
     ("argv", "texts"),
     [
-        (["train.py"], ["missing option '--image'"]),
+        (["train.py"], ["--image is missing", "add --image IMAGE"]),
         (["--image", "a b", "train.py"], ["'a b' is not a valid value for Kubernetes", "flag --image"]),
         (["--name", "My_Run", *MINIMAL], ["'My_Run'", "flag --name", "lower-case"]),
         (["--image", "a", "7.py"], ["'7'", "flag --name"]),

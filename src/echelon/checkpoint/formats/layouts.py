@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.checkpoint import storage
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.damage import damaged
@@ -58,17 +59,21 @@ def require_layout(folder: Path) -> Layout:
     if layout is None:
         require_folder_or_nothing(folder)
         if not folder.is_dir():
-            raise UsageError(f"the folder {folder} does not exist", do="pass a checkpoint folder")
+            raise UsageError(_("the folder {path} does not exist", path=folder), do=_("pass a checkpoint folder"))
         inside = [folder / "checkpoints", folder]
         found = [
             path for one in inside if one.is_dir() for path in sorted(one.iterdir()) if _NUMBERED.fullmatch(path.name)
         ]
         newest = max(found, key=lambda path: int(path.name[len("checkpoint_") :]), default=None)
         raise CheckpointError(
-            f"{folder} is not a checkpoint: it has no {MANIFEST} and no weights in Accelerate's or transformers' layout",
-            do="pass a checkpoint folder; `echelon checkpoint ls` lists the checkpoints in a folder"
+            _(
+                "{folder} is not a checkpoint: it has no {file} and no weights in Accelerate's or transformers' layout",
+                folder=folder,
+                file=MANIFEST,
+            ),
+            do=_("pass a checkpoint folder; echelon checkpoint ls lists the checkpoints in a folder")
             if newest is None
-            else f"pass one of the checkpoints in this folder, such as {newest}",
+            else _("pass one of the checkpoints in this folder, such as {newest}", newest=newest),
         )
     return layout
 

@@ -33,7 +33,9 @@ def unknown_command(name: str, *, path: str, names: Sequence[str]) -> UsageError
     """Return the error for a command that ``path`` does not have, with the nearest name."""
     near = get_close_matches(name, names, n=1)
     words = f"{path} {near[0]}".removeprefix("echelon ") if near else ""
-    do = _("did you mean echelon {words}?", words=words) if near else _("commands: {names}", names=", ".join(names))
+    if not near and path == "echelon" and name.endswith(".py"):
+        words = f"launch {name}"
+    do = _("did you mean echelon {words}?", words=words) if words else _("commands: {names}", names=", ".join(names))
     return UsageError(_("unknown command {name!r}", name=name), where=path, do=do)
 
 
@@ -51,6 +53,8 @@ def explain_click_error(
         )
         meant = meant or (spelled(near[0]) if near else None)
         do = _("did you mean {meant}?", meant=meant) if meant else page
+        if path == "echelon" and not meant:
+            do = _("flags follow a command, as in echelon launch {name}", name=name)
         return UsageError(
             _("unknown flag {name}", name=name), where=path, do=_(_OF_LAUNCH.get((path, spelled(name)), do))
         )
@@ -58,6 +62,8 @@ def explain_click_error(
     if isinstance(command, click.Group) and (match := re.match(r"No such command '(.+?)'", text)):
         names = command.list_commands(click.Context(command))
         return unknown_command(match[1], path=path, names=names)
+    if isinstance(error, click.MissingParameter) and error.param is not None:
+        return _missing(error.param, path=path, command=command, argv=argv)
     if isinstance(error, click.BadParameter) and error.param is not None and error.param.opts:
         found = _bad_value(error, error.param)
         if found is not None:
@@ -76,6 +82,22 @@ def explain_click_error(
     flags = {name for param in command.params for name in param.opts}
     text = re.sub(r"--[\w-]+", lambda flag: spelled(flag[0]) if flag[0] in flags else flag[0], text.rstrip("."))
     return UsageError(text[:1].lower() + text[1:], where=path, do=page)
+
+
+def _missing(param: click.Parameter, *, path: str, command: click.Command, argv: Sequence[str]) -> UsageError:
+    """Return the error for a required argument or option that is missing."""
+    name = spelled(max(param.opts, key=len)) if isinstance(param, click.Option) else param.human_readable_name
+    what = _("{name} is missing", name=name)
+    if isinstance(param, click.Option):
+        choices = param.type.choices if isinstance(param.type, click.Choice) else ()
+        values = "|".join(map(str, choices)) or param.metavar or "VALUE"
+        return UsageError(what, where=path, do=_("add {name} {values}", name=name, values=values))
+    flag, last = argv[-2:] if len(argv) > 1 else ("", "")
+    if flag.startswith("-") and "=" not in flag and last.endswith(".py"):
+        text = _("{flag} took {value} as its value; write {flag} VALUE {value}", flag=flag, value=last)
+        return UsageError(what, where=path, do=text)
+    pieces = " ".join(command.collect_usage_pieces(click.Context(command)))
+    return UsageError(what, where=path, do=_("write {usage}", usage=f"{path} {pieces}"))
 
 
 def _bad_value(error: click.BadParameter, param: click.Parameter) -> tuple[str, str] | None:
