@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -261,6 +262,18 @@ def test_pages_are_adapted_to_the_site() -> None:
     )
     assert adapted("[tour.zh.md](tour.zh.md)", "docs/b.zh.md") == "[\u5341\u5206\u949f\u4e0a\u624b](tour.md)\n"
     assert adapted("1. a\n\n   ```python\n   x\n   ```\n2. b") == "1. a\n\n    ```python\n    x\n    ```\n2. b\n"
+
+
+@pytest.mark.parametrize("name", ["index.md", "index.zh.md"])
+def test_the_home_page_shows_the_programs_of_levels_in_tabs(name: str) -> None:
+    page = dict(_staged(script("site_pages")))[name].decode()
+    assert len(re.findall(r'^=== ".*[123].*"$', page, re.MULTILINE)) == 3
+    programs = [block for block in blocks(ROOT / "docs" / "levels.md") if block.title.startswith("level")]
+    assert [program.title for program in programs] == ["level1.py", "level2.py", "level3.py"]
+    for program in programs if name == "index.md" else []:
+        assert textwrap.indent(program.text, " " * 4) in page
+    assert "report.png#only-light" in page
+    assert "report-dark.png#only-dark" in page
 
 
 def test_every_table_of_the_benchmarks_has_a_plot() -> None:
