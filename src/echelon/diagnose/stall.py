@@ -456,7 +456,7 @@ def diagnose(
         return None
     # A process may keep running long after its program has ended, while other ranks wait for it.
     if ended := [view.rank for view in views if view.exit_code == 0 or (view.exit_code is None and _has_ended(view))]:
-        kind, do = _of_ended_ranks([view.rank for view in waiting], answers)
+        kind, do = _of_ended_ranks(ended, [view.rank for view in waiting], answers)
         what = _("{ended} {verb} exited{waiters}", ended=name_ranks(ended), verb=_has(ended), waiters=waiters)
         return stall(kind, ended, what, do)
     away = [view for view in undeclared if not view.waits]
@@ -505,7 +505,7 @@ def _of_vain_waits(
     waiting = sorted(vain)
     awaited = {rank for ranks in vain.values() for rank in ranks}
     if ended := [view.rank for view in views if view.rank in awaited and _has_succeeded(view)]:
-        kind, do = _of_ended_ranks(waiting, answers)
+        kind, do = _of_ended_ranks(ended, waiting, answers)
         what = _(
             "{ended} {verb} exited, but {waiting} still wait{s} in a collective",
             ended=name_ranks(ended),
@@ -516,23 +516,32 @@ def _of_vain_waits(
         return replace(stall(kind, ended, what, do), is_certain=True)
     operations = {view.rank: _operation_of(view, answers.get(view.rank)) for view in views}
     found = first_divergence({rank: answer.histories for rank, answer in answers.items()})
-    if found is None:
-        what = _("{ranks} wait for each other in different collectives", ranks=name_ranks(waiting))
-        return replace(stall(Class.OTHER_OPERATION, (), what, _(_SAME)), is_certain=True)
+    if found is None or found.kind == "behind":  # each in a call of its own, none of which the others have called
+        ranks_by_call: dict[str, list[int]] = {}
+        for view in views:
+            if view.rank in vain:
+                call = operations[view.rank] or _pending_of(answers.get(view.rank)) or _("an unknown call")
+                ranks_by_call.setdefault(call, []).append(view.rank)
+        what = _("the ranks wait for each other in different calls: {calls}", calls=_in_calls(ranks_by_call))
+        largest = max(ranks_by_call.values(), key=len)
+        culprits = [rank for rank in waiting if rank not in largest] if 2 * len(largest) > len(waiting) else []
+        return replace(stall(Class.OTHER_OPERATION, culprits, what, _(_SAME)), is_certain=True)
     kind, what, do = _of_divergence(found, answers, operations)
     one = stall(kind, found.diverging, what, do)
     ranks = dict(one.ranks)
     for rank, collective in found.at.items():
         if collective is not None and collective.is_over:  # the rank has gone on
-            ranks[rank] = _(
-                "{state}; before: {call} at {place}", state=ranks[rank], call=collective, place=collective.place
-            )
+            at = _(" at {place}", place=collective.place) if collective.place else ""
+            ranks[rank] = _("{state}; before: {call}{at}", state=ranks[rank], call=collective, at=at)
     return replace(one, ranks=ranks, is_certain=True)
 
 
-def _of_ended_ranks(waiting: Collection[int], answers: Mapping[int, Answer]) -> tuple[Class, str]:
+def _of_ended_ranks(
+    ended: Collection[int], waiting: Collection[int], answers: Mapping[int, Answer]
+) -> tuple[Class, str]:
     """Return kind and advice for ranks that have ended while ``waiting`` wait for them."""
-    if any(rank in answers and answers[rank].trains for rank in waiting):
+    has_called_exit = any(rank in answers and answers[rank].ending is Ending.EXIT for rank in ended)
+    if not has_called_exit and any(rank in answers and answers[rank].trains for rank in waiting):
         return Class.UNEVEN, _(_UNEVEN)
     return Class.EXITED, _(EARLY_EXIT)
 
@@ -554,9 +563,15 @@ def describe_ending(words: Answer | None, note: StatusNote | None, watch: Watch 
         parts = [_("the end of its program")]
     if note is not None and (note.step or note.phase):
         parts.append(_("step {step}", step=note.step) + (_(", ") + _(str(note.phase)) if note.phase else ""))
-    if not place and watch is not None and watch.file and is_user_file(watch.file):
-        parts.append(_("last seen at {place}", place=f"{watch.file}:{watch.line}"))
     calls = [] if words is None else [group.started[-1] for group in words.histories.values() if group.started]
+    if (
+        not place
+        and watch is not None
+        and watch.file
+        and is_user_file(watch.file)
+        and not any(call.place for call in calls)
+    ):
+        parts.append(_("last seen at {place}", place=f"{watch.file}:{watch.line}"))
     parts += [
         _("its last collective: {call} at {place}", call=call, place=call.place) for call in calls[:1] if call.place
     ]
@@ -591,8 +606,8 @@ EARLY_EXIT = N_(
     "exception on the rank that exited"
 )
 _SAME = N_(
-    "call the same collectives with the same shapes in the same order on every rank; look for a "
-    "collective inside `if rank == 0`"
+    "call the same collectives with the same shapes in the same order on every rank; look for a collective inside `if rank == 0`, an "
+    "early break or return, and a caught exception"
 )
 
 
@@ -618,7 +633,8 @@ def _describe_call(collective: CollectiveCall | None, answer: Answer) -> str:
     at = [_("at {place}", place=place)] if place else []
     if collective is None:
         return _("; ").join(at) or _("at an unknown line")
-    is_past = answer.ending is not Ending.NONE or (collective.is_over and collective.place != str(answer.call_site))
+    has_moved = collective.is_over and collective.place not in ("", str(answer.call_site))
+    is_past = has_moved or answer.ending is not Ending.NONE
     text = _("called {call}", call=collective) if is_past else _("in {call}", call=collective)
     ended = [] if answer.ending is Ending.NONE else [_("exited later (code 0)")]
     return _("; ").join([text, *at, *ended])
@@ -646,9 +662,7 @@ def _of_divergence(
         calls = _(" and ").join(dict.fromkeys(operations.get(rank) or str(found.at[rank]) for rank in elsewhere))
         return _beside_training(calls, answers, elsewhere, training)
     kind = Class.OTHER_OPERATION if found.kind == "other operation" else Class.OTHER_SHAPE
-    calls = ", ".join(
-        _("{ranks} in {call}", ranks=name_ranks(group), call=text) for text, group in _ranks_by_call(found).items()
-    )
+    calls = _in_calls(_ranks_by_call(found))
     if not ranks:
         return kind, _("the ranks use {difference}: {calls}", difference=_(kind.value), calls=calls), _(_SAME)
     return (
@@ -705,6 +719,12 @@ def _beside_training(
     return Class.OTHER_OPERATION, what, do
 
 
+def _in_calls(ranks_by_call: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(
+        _("{ranks} in {call}", ranks=name_ranks(group), call=text) for text, group in ranks_by_call.items()
+    )
+
+
 def _ranks_by_call(found: Divergence) -> dict[str, list[int]]:
     ranks_by_call: dict[str, list[int]] = {}
     for rank, collective in sorted(found.at.items()):
@@ -754,6 +774,12 @@ def _has_started(answer: Answer | None) -> bool:
     return answer is not None and any(not c.is_over for h in answer.histories.values() for c in h.started)
 
 
+def _pending_of(answer: Answer | None) -> str:
+    """Return the first collective that the rank has called and that has not ended, or an empty string."""
+    histories = {} if answer is None else answer.histories
+    return next((str(c) for history in histories.values() for c in history.started if not c.is_over), "")
+
+
 def _line_of(view: RankView, answer: Answer | None) -> str:
     if answer is not None and answer.call_site is not None:
         return f"{answer.call_site.file}:{answer.call_site.line}"
@@ -776,9 +802,8 @@ def _describe_rank(view: RankView, answer: Answer | None, clock: StallClock, now
     note = view.note
     if operation := _operation_of(view, answer):
         parts.append(_("in {call}", call=operation))
-    elif view.waits and answer is not None:
-        pending = [c for h in answer.histories.values() for c in h.started if not c.is_over]
-        parts += [_("in {call}", call=pending[0])] if pending else []
+    elif view.waits and (pending := _pending_of(answer)):
+        parts.append(_("in {call}", call=pending))
     if note is not None and (note.step or note.phase):
         parts.append(_(", ").join(filter(None, (_("step {step}", step=note.step), view.phase and _(view.phase)))))
     if answer is not None and answer.call_site is not None:

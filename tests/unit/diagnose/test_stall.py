@@ -298,6 +298,20 @@ def test_a_wait_is_looked_at_after_two_seconds_beside_a_rank_that_has_ended() ->
             assert bool(clock.waits_in_vain(views, now)) is (now == 100.0 + limit_s)
 
 
+def test_ranks_that_wait_for_each_other_are_shown_with_their_calls() -> None:
+    clock = StallClock(60.0)
+    views = [EVERY[1], replace(EVERY[2], note=BARRIER), EVERY[3]]
+    clock.update([replace(v, watch=v.watch and v.watch._replace(time_ns=int(100e9))) for v in views], 155.0)
+    answers = {1: answer(*REDUCE), 2: answer("all_reduce", pending=False, line=31), 3: answer(*REDUCE)}
+    found = diagnose(views, answers, clock, now=161.0)
+    assert found is not None
+    assert (found.kind, found.culprits) == (Class.OTHER_OPERATION, (2,))
+    assert found.what == (
+        "the ranks wait for each other in different calls: ranks 1, 3 in all_reduce number 2 of float[4], rank 2 in barrier"
+    )
+    assert found.lines()[0] == "rank 2: in barrier; at train.py:31: dist.all_reduce(x)"
+
+
 def test_the_first_difference_is_reported() -> None:
     found = first_divergence(
         {0: history("all_reduce", "barrier", "broadcast"), 1: history("all_reduce", "reduce", "gather")}
