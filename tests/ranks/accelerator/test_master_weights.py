@@ -181,6 +181,26 @@ def test_a_checkpoint_holds_the_float32_weights(
     assert any(not torch.equal(value, value.bfloat16().float()) for value in whole_run.values())
 
 
+def _load_rounded(folder: str) -> list[str]:
+    accelerator, model, optimizer, _ = prepared("ddp")
+    train(accelerator, model, optimizer, "ddp", range(2))
+    accelerator.save_state(folder)
+    told = []
+    for mode in ("keep", "float32"):
+        other, *_ = prepared("ddp", master_weights=mode)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            other.load_state(folder)
+        told.append([str(one.message) for one in caught])
+    return [*map(str, told[0]), str(told[1])]
+
+
+def test_a_run_in_another_dtype_is_told_that_it_rounds(tmp_path: Path) -> None:
+    text, exact = run_on_ranks(_load_rounded, str(tmp_path / "saved"), world_size=2)[0]
+    assert "holds float32 values of 8 tensors that are torch.bfloat16 in this run" in text
+    assert exact == "[]"
+
+
 def _save_by_hand(engine: str) -> Any:
     accelerator, model, optimizer, _ = prepared(engine)
     train(accelerator, model, optimizer, engine, range(2))

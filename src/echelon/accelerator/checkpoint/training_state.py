@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from echelon.accelerator.checkpoint.changed_data import DataPolicy, reconcile_data
+from echelon.accelerator.master_weights import LOW_PRECISION
 from echelon.accelerator.models.weight_check import require_model_of_checkpoint
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.session import Session
@@ -376,6 +377,7 @@ def _load_model(
             do="prepare the model first, or allocate storage with to_empty()",
         )
     targets = {name: value for name, value in tensors.items() if name.removeprefix(prefix) not in missing}
+    _warn_of_rounding(checkpoint, targets)
     own = {address_of(value) for value in (*model.parameters(), *model.buffers())}
     if all(address_of(value) in own for value in targets.values()) and not extras:
         checkpoint.read_into(targets, show=progress_bar)  # in place, without a second copy
@@ -385,6 +387,22 @@ def _load_model(
     checkpoint.read_into(copies, show=progress_bar)
     read = {name.removeprefix(prefix): value for name, value in copies.items()}
     load_plain_state_dict(model, {**state, **read, **extras})
+
+
+def _warn_of_rounding(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor]) -> None:
+    """Warn if float32 weights are loaded into low-precision ones, so that the run does not continue where it was."""
+    rounded = [
+        name
+        for name, value in targets.items()
+        if value.dtype in LOW_PRECISION and checkpoint.layout(name).dtype == "float32"
+    ]
+    if rounded:
+        name = rounded[0].partition(".")[2] or rounded[0]
+        warn(
+            f"{checkpoint.folder} holds float32 values of {len(rounded)} tensors that are {targets[rounded[0]].dtype} in this run "
+            f"({name}, ...), so they are rounded. To continue exactly, resume with master_weights='float32' and the "
+            "mixed_precision of the saved run"
+        )
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
