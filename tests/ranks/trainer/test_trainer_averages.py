@@ -243,7 +243,8 @@ def test_adapters_are_averaged_and_a_resumed_run_continues_from_their_weights_of
         torch.testing.assert_close(saved[name.replace(".default", "")], value, rtol=0, atol=1e-12)
 
 
-def _train_pipeline(folder: str, until: int | None) -> dict[str, torch.Tensor]:
+def _train_pipeline(folder: str, until: int | None) -> float:
+    """Train as above, and return the loss of an evaluation after training, with the head of the last stage."""
     trainer = Trainer(
         _language_model(),
         _args(
@@ -259,7 +260,7 @@ def _train_pipeline(folder: str, until: int | None) -> dict[str, torch.Tensor]:
     )
     trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(f"{folder}/trained")
-    return {}
+    return trainer.evaluate()["eval_loss"]
 
 
 def _language_model() -> Any:
@@ -285,7 +286,12 @@ def test_stages_with_a_shared_weight_are_averaged_and_the_best_ones_come_back(tm
         optimizer.zero_grad()
         average = {name: 0.7 * average[name] + 0.3 * p.detach() for name, p in model.named_parameters()}
     for until in (3, None):
-        run_on_ranks(_train_pipeline, str(tmp_path), until, world_size=2, timeout=120)
+        losses = run_on_ranks(_train_pipeline, str(tmp_path), until, world_size=2, timeout=120)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(average[name])
+        loss = model(**{name: torch.stack([row[name] for row in data[:_BATCH]]) for name in data[0]}).loss.item()
+    assert losses == pytest.approx([loss] * 2, rel=1e-12, abs=0)
     for folder in ("checkpoint-6", "trained"):
         saved = load_file(tmp_path / folder / "model.safetensors")
         for name, value in average.items():
