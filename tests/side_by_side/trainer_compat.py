@@ -53,6 +53,8 @@ FILES = {
     "ranks_chunked": "ranks/trainer/test_chunked_loss.py",
     "ranks_packing": "ranks/accelerator/test_packed_dataset.py",
     "ranks_averages": "ranks/trainer/test_trainer_averages.py",
+    "throughput": "unit/trainer/test_throughput.py",
+    "memory_snapshot": "unit/trainer/test_memory_snapshot.py",
     "ranks_spikes": "ranks/trainer/test_spike_guard.py",
     "ranks_sharded": "ranks/distributed/test_already_sharded.py",
     "ranks_verify": "ranks/accelerator/test_live_check.py",

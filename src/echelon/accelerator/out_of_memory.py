@@ -102,7 +102,7 @@ def explain_out_of_memory(error: BaseException) -> MemoryReport | None:
 def log_out_of_memory(error: BaseException) -> None:
     """Log what fills the memory of this rank, if ``error`` says that it is full; under ``echelon launch``, the launcher does."""
     if board_slot() is None and (report := explain_out_of_memory(error)) is not None:
-        get_logger(__name__).error("%s", report)
+        get_logger(__name__).error("%s", report, all_ranks=True)
 
 
 # ---- what is there ---------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_lengt
 from echelon.trainer.data.packing import require_separate_examples
 from echelon.trainer.features.auto_find_batch_size import evaluation_memory_error, find_batch_size_and_train
 from echelon.trainer.features.chunked_loss import ChunkedLoss, chunked_loss
+from echelon.trainer.features.memory_snapshot import memory_snapshot
 from echelon.trainer.features.model_changes import (
     enable_activation_checkpointing,
     inspect_model,
@@ -58,6 +59,7 @@ from echelon.trainer.features.model_changes import (
 )
 from echelon.trainer.features.nonfinite import NonFiniteError, checked_forward, first_bad
 from echelon.trainer.features.spike_guard import SpikeResponse
+from echelon.trainer.features.throughput import Throughput
 from echelon.trainer.loss_window import MeanLoss
 from echelon.trainer.optim.optimizers import set_optimizer_mode
 from echelon.trainer.results import TrainOutput, speed_metrics
@@ -202,6 +204,8 @@ class TrainingRun:
             session.memory.begin("train")
             if args.activation_checkpointing and activation_mode(args) is None:
                 enable_activation_checkpointing(trainer.model, args.activation_checkpointing_kwargs)
+            if args.memory_snapshot is not None:
+                stack.enter_context(memory_snapshot(args.memory_snapshot, trainer.accelerator))
             stack.enter_context(noisy_embeddings(trainer.model, trainer.neftune_noise_alpha))
             self._chunked_loss = None
             if args.loss_chunk is not None:
@@ -381,6 +385,7 @@ class TrainingRun:
         cursor.batch_size, cursor.world_size = self._plan.batch_size, accelerator.session.num_readers
         cursor.parity, cursor.canonical_shards = accelerator.parity, accelerator.config.value.canonical_shards
         cursor.is_within_update = False
+        self._throughput = Throughput(trainer, session)
         guard = accelerator.session.update.spikes
         self._spikes = (
             None if guard is None else SpikeResponse(trainer, guard, losses=self._losses, cursor=self._cursor)
@@ -393,7 +398,8 @@ class TrainingRun:
     def _run(self) -> TrainOutput:
         """Train and return the results. Collective: call on every rank."""
         trainer, args, plan, start = self._trainer, self._trainer.args, self._plan, self._start
-        self._start_time = self._logged_at = time.time()
+        self._start_time = time.time()
+        self._throughput.start()
         if trainer.state.epoch is None:
             trainer.state.epoch = 0.0
         record_planned_steps(plan.max_steps)
@@ -607,6 +613,7 @@ class TrainingRun:
         # The training step may change a batch.
         held = [copy.copy(inputs) for inputs in group] if self._spikes is not None and self._spikes.can_undo else []
         for i, inputs in enumerate(group):
+            self._throughput.add(inputs)
             self._train_one(inputs, num_items, is_last=i == last)
             if i < last:
                 control = notify(trainer, "on_substep_end")
@@ -642,6 +649,7 @@ class TrainingRun:
         trainer.current_gradient_accumulation_steps = 1  # losses are weighted by samples or labels instead
         group: list[Any] = []
         driver, spikes = accelerator.session.update.driver, self._spikes
+        counts_flops = self._session.interface.counts_flops
         assert driver is not None
         held: list[tuple[Any, Any, Any]] = []  # batches, their numbers of items and their shares, to compute again
         while not group or not accelerator.sync_gradients:
@@ -661,6 +669,8 @@ class TrainingRun:
                 spikes.begin_update()
             if spikes is not None and spikes.can_undo:
                 held.append((copy.copy(group[0]), num_items, driver.contribution()))
+            if counts_flops:
+                self._throughput.add(accelerator.trim_for_metrics(group[0]))
             with accelerator.accumulate(model):
                 self._train_on(group[0], num_items)
         self._add_exact_loss()
@@ -722,8 +732,6 @@ class TrainingRun:
             repeat: computes its gradients again.
         """
         trainer = self._trainer
-        if self._session.interface.counts_flops:
-            trainer.current_flos += sum(float(trainer.floating_point_ops(inputs)) for inputs in group)
         if self._spikes is None:
             self._clip()
             self._step(group, num_batches=num_batches)
@@ -873,7 +881,9 @@ class TrainingRun:
                 logs["grad_norm"] = norm.item() if isinstance(norm, torch.Tensor) else norm
             logs["learning_rate"] = self._learning_rate if learning_rate is None else learning_rate
             if trainer.args.log_throughput:
-                logs |= self._throughput(state.global_step - losses.last_logged_step)
+                num_steps = state.global_step - losses.last_logged_step
+                num_samples = num_steps * self._plan.total_train_batch_size
+                logs |= self._throughput.rates(num_steps=num_steps, num_samples=num_samples)
             losses.last_logged_step = state.global_step
             trainer.store_flos()
             log(trainer, logs, self._start_time if self._counts_tokens else None)
@@ -886,15 +896,6 @@ class TrainingRun:
                 trainer.control.should_save = is_best
         if trainer.control.should_save:
             self._save()
-
-    def _throughput(self, num_steps: int) -> dict[str, float]:
-        now = time.time()
-        seconds, self._logged_at = max(now - self._logged_at, 1e-9), now
-        samples = num_steps * self._plan.total_train_batch_size
-        return {
-            "samples_per_second": round(samples / seconds, 3),
-            "steps_per_second": round(num_steps / seconds, 3),
-        }
 
     def evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False

@@ -23,7 +23,7 @@ class _Full(nn.Module):
 
     def __init__(self, text: str, sizes: list[int], checkpointed: bool = False) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layer = nn.Linear(1000, 1000)
         self.text, self.sizes = text, sizes
         self.is_gradient_checkpointing = checkpointed
 
@@ -36,7 +36,7 @@ def _explain(model: nn.Module, error: type[BaseException] = RuntimeError) -> Mem
     accelerator = Accelerator(cpu=True)
     prepared, _optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     try:
-        prepared(torch.zeros(2, 4))
+        prepared(torch.zeros(2, 1000))
     except error as raised:
         return explain_out_of_memory(raised)
     raise AssertionError
@@ -45,9 +45,9 @@ def _explain(model: nn.Module, error: type[BaseException] = RuntimeError) -> Mem
 @pytest.mark.parametrize(
     ("text", "sizes", "checkpointed", "advice"),
     [
-        (CPU, [4096] * 8, False, "activation checkpointing: "),  # many tensors of 16 KiB
-        (CPU, [4096] * 8, True, "a micro-batch of half the size"),
-        (CPU, [65536], False, "a micro-batch of half the size"),  # one of 256 KiB, as logits are
+        (CPU, [2**20] * 8, False, "activation checkpointing: "),  # many tensors of 4 MiB
+        (CPU, [2**20] * 8, True, "a micro-batch of half the size"),
+        (CPU, [2**24], False, "a micro-batch of half the size"),  # one of 64 MiB, as logits are
         (CUDA, [], False, "a micro-batch of half the size"),
     ],
 )
@@ -60,14 +60,17 @@ def test_the_switch_follows_from_what_fills_the_memory(
 
 
 def test_tensors_are_named_by_weight_or_by_variable_and_line() -> None:
-    report = _explain(_Full(CPU, [65536, 32768]))
+    report = _explain(_Full(CPU, [2**22, 2**21]))
     lines = str(report).splitlines()
     line = _Full.forward.__code__.co_firstlineno + 2
     assert lines[0] == f"out of memory: 12.0 KiB more were wanted in {__file__}:{line}"
-    at = lines.index("  the largest tensors of this rank:")
-    assert lines[at + 1] == f"     256.0 KiB  hidden[0] in forward ({__file__}:{line})  [65536] float32 cpu"
-    assert lines[at + 2] == f"     128.0 KiB  hidden[1] in forward ({__file__}:{line})  [32768] float32 cpu"
-    assert "  64 bytes  weight layer.weight  [4, 4] float32 cpu" in str(report)
+    assert lines[1] == "  the largest tensors of this rank:"
+    for text in (
+        f"      16.0 MiB  hidden[0] in forward ({__file__}:{line})  [4194304] float32 cpu",
+        f"       8.0 MiB  hidden[1] in forward ({__file__}:{line})  [2097152] float32 cpu",
+        "       3.8 MiB  weight layer.weight  [1000, 1000] float32 cpu",
+    ):
+        assert text in lines
     assert lines[-2].startswith("  weights ")
 
 

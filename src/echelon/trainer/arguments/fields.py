@@ -250,7 +250,10 @@ class TrainingFields:
         None, "Datasets that are already sharded by process: True (all), 'train', 'eval' or False (default: detected)."
     )
     allow_changed_data: bool = extra(False, "Allow resuming mid-epoch after the dataset has changed.")
-    log_throughput: bool = extra(False, "Log samples and steps per second since the last log.")
+    log_throughput: bool = extra(False, "Log samples, steps and tokens per second and the MFU (where known).")
+    memory_snapshot: str | None = extra(
+        None, "Folder for torch's memory snapshot of each rank, written at the end of the training or after an error."
+    )
     pipeline_schedule: str = extra(
         "1F1B",
         "With pp_size: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.",
