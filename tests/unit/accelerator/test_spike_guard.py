@@ -48,3 +48,35 @@ def test_a_loss_far_above_the_median_of_those_before_is_a_spike(
     losses: list[float], factor: float | None, expected: list[int]
 ) -> None:
     assert _spikes(losses, factor) == expected
+
+
+def test_a_norm_that_is_not_finite_is_a_spike_although_the_loss_is_finite() -> None:
+    accelerator = Accelerator(cpu=True, spike_guard="skip")
+    weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    model, optimizer = accelerator.prepare(nn.ParameterList([weight]), torch.optim.SGD([weight], lr=0.5))
+    for is_bad in (False, True, False):
+        loss = model[0].sum() + (
+            (model[0] * 0.0).sqrt().sum() if is_bad else 0.0
+        )  # the gradient of sqrt(0) is infinite
+        accelerator.backward(loss)
+        assert torch.isfinite(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert accelerator.optimizer_step_was_skipped is is_bad
+    assert weight.item() == pytest.approx(0.0, abs=1e-5)  # two steps of 0.5; clip_grad_norm_ adds 1e-6 to the norm
+
+
+def test_buffers_of_a_loop_are_those_of_a_plain_loop_without_the_batch() -> None:
+    batches = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(1))
+    batches[5] *= float("nan")
+    expected, model = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    for batch in (*batches[:5], *batches[6:]):
+        expected(batch)
+    accelerator = Accelerator(cpu=True, spike_guard="skip")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for batch in batches:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
