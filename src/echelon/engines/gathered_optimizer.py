@@ -131,10 +131,7 @@ class GatheredOptimizer(Optimizer):
             or number >= len(parameters)  # torch reports the mismatch of the groups
             or self.owner(parameters[number]) in (None, self.rank)
         }
-        entries = load_own_state(self, state_dict, own)
-        if entries:
-            self.part.state = defaultdict(dict)
-            self.part.load_state_dict({**entries, **Optimizer.state_dict(self.part)})
+        load_own_state(self, self.part, state_dict, own)
 
 
 def _is_gathered(parameter: torch.Tensor, *, is_elementwise: bool) -> bool:

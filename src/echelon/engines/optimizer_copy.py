@@ -53,20 +53,26 @@ def attribute_with_parameters(optimizer: Optimizer, *, or_optimizer: bool = True
     return None
 
 
-def load_own_state(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[Any, Any]) -> dict[str, Any]:
-    """Load ``own``, this rank's part of the state in ``state_dict``; return what else the dict has for the user's class.
+def load_own_state(
+    optimizer: Optimizer, part: Optimizer, state_dict: Mapping[str, Any], own: Mapping[Any, Any]
+) -> None:
+    """Load ``own``, this rank's part of the state in ``state_dict``, by the method of the user's class, which may keep some dtypes.
 
     Args:
         optimizer: the optimizer that shards its state; its group dicts stay, because the user may hold references to them.
+        part: the copy of the user's optimizer that steps on this rank.
         state_dict: in torch's format, with all parameter groups.
         own: by number of the parameter.
     """
-    groups = optimizer.param_groups
-    Optimizer.load_state_dict(optimizer, {**state_dict, "state": dict(own)})
-    for group, loaded in zip(groups, optimizer.param_groups):
-        group.update(loaded)
-    optimizer.param_groups = groups
-    return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    groups = part.param_groups
+    part.param_groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        part.load_state_dict({**state_dict, "state": dict(own)})
+        for group, loaded in zip(optimizer.param_groups, part.param_groups):
+            group.update({name: value for name, value in loaded.items() if name != "params"})
+    finally:
+        part.param_groups = groups
+    optimizer.state = part.state
 
 
 def no_full_state() -> UsageError:

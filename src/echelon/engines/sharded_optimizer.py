@@ -75,11 +75,7 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's part of a full state dict."""
-        entries = load_own_state(self, state_dict, self._own(state_dict["state"]))
-        self.optim.__setstate__({"state": self.state, "param_groups": self.optim.param_groups})
-        if entries:
-            self.optim.load_state_dict({**entries, **Optimizer.state_dict(self.optim)})
-            self.state = self.optim.state
+        load_own_state(self, self.optim, state_dict, self._own(state_dict["state"]))
 
     def _own(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
         parameters = self._index_to_param

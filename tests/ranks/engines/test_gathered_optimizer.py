@@ -333,6 +333,48 @@ def test_state_and_schedules_from_before_prepare_are_kept(layout: str) -> None:
     _assert_close(run_on_ranks(_with_state_from_before, layout, world_size=2)[0], _by_formula())
 
 
+class _Coded(torch.optim.SGD):
+    """Keeps bytes and a scale for each row, as 8-bit optimizers do, and loads them without torch's cast to the parameter's dtype."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            rows = p.grad.reshape(max(p.shape[0] if p.dim() else 1, 1), -1)
+            if state:
+                rows = rows + 0.5 * state["codes"].double().sub(128).view_as(rows) * state["scale"].double()
+            assert state.get("codes", torch.empty(0, dtype=torch.uint8)).dtype is torch.uint8
+            state["scale"] = rows.abs().amax(1, keepdim=True).float() / 100
+            state["codes"] = (rows / state["scale"]).round().add(128).to(torch.uint8).view_as(p)
+            p.sub_(rows.view_as(p), alpha=_LR)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, entries in state_dict["state"].items():
+            self.state[parameters[number]].update(entries)
+
+
+def _coded(layout: str, folder: str | None, *, resumes: bool = False) -> Weights:
+    accelerator = _accelerator(layout)
+    model: Any = _net()
+    model, optimizer = accelerator.prepare(model, _Coded(model.parameters()))
+    if resumes:
+        accelerator.load_state(folder)
+    part = slice(2 if resumes else 0, None if folder is None or resumes else 2)
+    train_prepared(accelerator, model, optimizer, _own(_batches(), layout)[part])
+    if folder is not None and not resumes:
+        accelerator.save_state(folder)
+    return accelerator.get_state_dict(model) or {}
+
+
+@pytest.mark.parametrize("layout", ["fsdp2 2", pytest.param("zero1 2", marks=pytest.mark.slow)])
+def test_state_is_loaded_by_the_method_of_the_class(layout: str, tmp_path: Path) -> None:
+    expected = run_on_ranks(_coded, layout, None, world_size=2)[0]
+    run_on_ranks(_coded, layout, str(tmp_path / "saved"), world_size=2)
+    _assert_close(run_on_ranks(_coded, layout, str(tmp_path / "saved"), resumes=True, world_size=2)[0], expected)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
