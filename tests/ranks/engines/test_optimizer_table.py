@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon import Accelerator, ParallelismConfig
-from echelon.base.errors import UsageError
+from echelon.base.errors import EchelonError, UsageError
 from echelon.engines.gathered_optimizer import GatheredOptimizer
 from echelon.utils import TorchTensorParallelConfig
-from tests.harness import run_on_ranks
+from tests.harness import errors_on_ranks, run_on_ranks
 
 _COLUMNS: dict[str, dict[str, Any]] = {
     "`zero1`": {"engine": "zero1"},
@@ -166,3 +166,23 @@ def test_each_cell_is_what_the_engine_does_and_the_weights_are_those_of_one_proc
         )
         for key, value in _by_plain_torch(name).items():
             assert float((weights[key] - value).abs().max()) <= allowed, (name, key)
+
+
+def _saved(engine: str, folder: str) -> None:
+    from torchao.optim import AdamW8bit
+
+    accelerator = Accelerator(cpu=True, engine=engine)
+    bare = _net(torch.float32)
+    model, optimizer = accelerator.prepare(bare, AdamW8bit(bare.parameters(), lr=0.01))
+    with torch.compiler.set_stance("force_eager"):
+        _train(model, optimizer, _inputs(torch.float32), backward=accelerator.backward)
+    accelerator.save_state(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
+def test_state_of_other_tensor_classes_is_not_saved(engine: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    for text in errors_on_ranks(EchelonError, _saved, engine, str(tmp_path / "saved"), world_size=2):
+        assert "the optimizer's state has tensors of the class OptimState8bit" in text
+        assert "bitsandbytes" in text

@@ -412,6 +412,15 @@ def _own_state(optimizer: NamedOptimizer) -> tuple[dict[str, Mapping[str, Any]],
     """Return this rank's part of the state by parameter name, and all else that ``state_dict`` has."""
     inner = optimizer.inner
     by_name = {name: inner.state[parameter] for name, parameter in optimizer.parameters if parameter in inner.state}
+    kinds = {type(local) for local in local_tensors(filter(_is_tensor, leaves(by_name)))}
+    quantized = sorted(kind.__name__ for kind in kinds - {torch.Tensor, torch.nn.Parameter})
+    if quantized:  # of torchao; its blocks are those of a rank's shard
+        raise UsageError(
+            f"the optimizer's state has tensors of the class {quantized[0]}, which a checkpoint cannot hold",
+            where="save_state",
+            do="use an optimizer whose state has ordinary tensors (AdamW, or the 8-bit optimizers of bitsandbytes), or save only the "
+            "weights, with save_model()",
+        )
     rest = rest_of_state(inner.own_state() if isinstance(inner, _ShardsState) else inner.state_dict())
     if any(is_dtensor(value) for value in leaves(rest)):
         raise UsageError(
