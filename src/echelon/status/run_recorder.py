@@ -168,7 +168,7 @@ class RunRecorder:
         rank: int | None = None,
         step: int | None = None,
         at_ns: int | None = None,
-        report: Mapping[str, str] | None = None,
+        report: Mapping[str, str | None] | None = None,
     ) -> None:
         """Record an event.
 
@@ -190,7 +190,7 @@ class RunRecorder:
             "rank": rank,
             "step": step,
             **event_texts(text),
-            **({"report": {name: whole_texts(part) for name, part in report.items()}} if report else {}),
+            **({"report": {name: whole_texts(part) for name, part in report.items() if part}} if report else {}),
         }
         try:
             append_line(self.folder / EVENTS_FILE, record)

@@ -399,9 +399,14 @@ def _warn_of_rounding(checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor
     if rounded:
         name = rounded[0].partition(".")[2] or rounded[0]
         warn(
-            f"{checkpoint.folder} holds float32 values of {len(rounded)} tensors that are {targets[rounded[0]].dtype} in this run "
-            f"({name}, ...), so they are rounded. To continue exactly, resume with master_weights='float32' and the "
-            "mixed_precision of the saved run"
+            _(
+                "{folder} holds float32 values of {number} tensors that are {dtype} in this run ({name}, ...), so they are "
+                "rounded. To continue exactly, resume with master_weights='float32' and the mixed_precision of the saved run",
+                folder=checkpoint.folder,
+                number=len(rounded),
+                dtype=targets[rounded[0]].dtype,
+                name=name,
+            )
         )
 
 
