@@ -183,7 +183,6 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
             stall=StallRules(
                 timeout=timedelta(seconds=resolved.value.stall_timeout),
                 on_stall=resolved.value.on_stall,
-                max_restarts=flags["max_restarts"],
                 slow_timeout=None
                 if resolved.value.slow_timeout is None
                 else timedelta(seconds=resolved.value.slow_timeout),

@@ -520,8 +520,9 @@ class Coordinator:
             return
         generation = self._generation = Generation(number, members, store)
         self._num_missing_reports, self._enough_since, self._joiners_since = 0, None, None
+        stall = replace(self._rules.stall, max_restarts=self._rules.max_restarts - self._num_restarts)
         generation.supervisor = Supervisor(
-            generation, directory=self._rules.directory, rules=self._rules.stall, machines=self._machines
+            generation, directory=self._rules.directory, rules=stall, machines=self._machines
         )
         if self._goodput is not None:
             self._goodput.start_attempt()
@@ -606,11 +607,11 @@ class Coordinator:
         culprit = next(iter(stall.culprits or stall.ranks), None)
         report = {"what": stall.what, "where": "\n".join(stall.lines()), "do": stall.do}
         self._rules.record.event("stall", stall.what, rank=culprit, step=generation.last_step(), report=report)
-        action = self._rules.stall.action(stall)
+        action = generation.supervisor.rules.action(stall)
         if action == "report":
             return
         failed_ns = time.monotonic_ns() - int(stall.waited_s * 1e9)
-        if action == "restart" and self._may_restart and not generation.is_exiting:
+        if action == "restart" and not generation.is_exiting:
             self._restart(failed_ns=failed_ns)
         else:
             self._end("stop", code=STALLED, failed_ns=failed_ns)

@@ -39,13 +39,13 @@ class StallRules:
     """How long a declared slow phase may last; None for ten times ``timeout``, zero for no limit."""
 
     max_restarts: int = 0
-    """How often a run that cannot continue may be restarted."""
+    """How often the run may still be restarted."""
 
     def action(self, stall: Stall) -> Literal["report", "restart", "stop"]:
         """Return what follows the report of an alarm."""
-        if self.on_stall != "auto":
+        if self.on_stall in ("report", "stop"):
             return self.on_stall
-        if not stall.is_certain:
+        if self.on_stall == "auto" and not stall.is_certain:
             return "report"
         return "restart" if self.max_restarts else "stop"
 
@@ -95,7 +95,7 @@ class Supervisor:
     ) -> None:
         self._ranks = ranks
         self._directory = directory
-        self._rules = rules
+        self.rules = rules
         self._machines = machines
         self._now = clock
         self._clock = StallClock(rules.timeout.total_seconds(), rules.slow_s)
@@ -114,7 +114,7 @@ class Supervisor:
     def poll(self) -> Stall | None:
         """Report and return a new stall, or return None if there is none or it has already been reported."""
         now = self._now()
-        if now < self._next_poll or not self._rules.timeout:
+        if now < self._next_poll or not self.rules.timeout:
             return None
         views = self._ranks.views()
         self._next_poll = now + max(_POLL_EVERY_S, len(views) / _MAX_RANKS_PER_S)
@@ -124,7 +124,7 @@ class Supervisor:
             return None
         # Repeat a request for the same suspicions only after the full timeout; a new suspicion needs new stacks soon.
         is_early = not suspicions
-        quiet_s = self._rules.timeout.total_seconds() if suspicions == self._suspicions else _REQUEST_EVERY_S
+        quiet_s = self.rules.timeout.total_seconds() if suspicions == self._suspicions else _REQUEST_EVERY_S
         if is_early:
             quiet_s = self._early_quiet_s(views)
         if now - self._requested_at < quiet_s:
@@ -138,7 +138,7 @@ class Supervisor:
         if not self._clock.update(views, now) and not (is_early and self._clock.waits_in_vain(views, now)):
             return None  # the ranks made progress during the request
         if is_early and not self._clock.vain_waits(views, answers, now):
-            self._vain_quiet_s = min(2 * self._vain_quiet_s, self._rules.timeout.total_seconds())
+            self._vain_quiet_s = min(2 * self._vain_quiet_s, self.rules.timeout.total_seconds())
             return None
         for view in views:
             if view.rank not in answers and self._clock.is_silent(view, now):
@@ -180,7 +180,7 @@ class Supervisor:
             else _("note ({kind}): {what}", kind=kind, what=stall.what)
         )
         ends = {"report": _("the run continues"), "restart": _("the run restarts"), "stop": _("the run stops")}
-        action = ends[self._rules.action(stall) if stall.is_alarm else "report"]
+        action = ends[self.rules.action(stall) if stall.is_alarm else "report"]
         error = LaunchError(
             f"{headline}{lines}{missing}",
             where=_("{limit}; {action} (--on_stall)", limit=self._limit(stall), action=action),
@@ -194,12 +194,10 @@ class Supervisor:
             return _("this wait can never end")
         if stall.kind is Class.LONG:
             default = (
-                ""
-                if self._rules.slow_timeout is not None
-                else _(", {number} times --stall_timeout", number=LONG_FACTOR)
+                "" if self.rules.slow_timeout is not None else _(", {number} times --stall_timeout", number=LONG_FACTOR)
             )
-            return _("limit reached (--slow_timeout {slow_s:g}{default})", slow_s=self._rules.slow_s, default=default)
-        limit_s = self._rules.timeout.total_seconds()
+            return _("limit reached (--slow_timeout {slow_s:g}{default})", slow_s=self.rules.slow_s, default=default)
+        limit_s = self.rules.timeout.total_seconds()
         return _(
             "no progress for {waited_s:.0f} s (--stall_timeout {limit_s:g})", waited_s=stall.waited_s, limit_s=limit_s
         )

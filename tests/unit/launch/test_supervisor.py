@@ -297,6 +297,7 @@ def test_an_uncertain_stall_is_only_reported_unless_the_user_chooses() -> None:
         "restart": "restart",
         "stop": "stop",
     }
+    assert StallRules(timeout=timedelta(60), on_stall="restart").action(stall) == "stop"  # no restart is left
 
 
 def test_a_blocking_loop_and_a_second_hang_are_both_reported(
