@@ -139,7 +139,8 @@ class Decoder(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the inputs of the head."""
         x, turns = self.embed(input_ids), None
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         if self.position is not None:
@@ -150,7 +151,11 @@ class Decoder(nn.Module):
             turns = (angles.cos(), angles.sin())
         for block in self.blocks:
             x = block(x, turns)
-        logits = self.head(self.norm(x))
+        out: torch.Tensor = self.norm(x)
+        return out
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.hidden(input_ids))
         if labels is None:
             return {"logits": logits}
         return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())}

@@ -139,8 +139,18 @@ def all_jobs(*, is_tiny: bool, planted: Sequence[str]) -> list[Job]:
         job(6, "save", is_timed=True),
         *[
             job(7, f"memory {mode}", "--mode", mode, ranks=1, is_timed=True)
-            for mode in ("plain", "checkpointing", "offload")
+            for mode in (
+                "plain",
+                "blocks full",
+                "blocks selective",
+                "blocks offload",
+                "bf16 masters",
+                "bf16 kept",
+                "chunked loss",
+                "offload",
+            )
         ],
+        job(7, "memory qlora", "--mode", "qlora", ranks=1, needs=("bitsandbytes", "peft"), is_timed=True),
         job(7, "memory fp8", "--mode", "fp8", ranks=1, needs=("torchao",), is_timed=True),
         *[job(8, f"failure {kind}", "--kind", kind) for kind in ("memory", "access", "timeout", "devices")],
         *([] if is_tiny else compiled[: len(VARIANTS)]),

@@ -488,8 +488,9 @@ def save(part: Part) -> None:
 
 
 def memory(part: Part) -> None:
-    """Memory and time of a step: sharded by fsdp2, with activation checkpointing, with weights on the CPU; fp8."""
+    """Memory and time of a step: sharded by fsdp2, recomputed blocks, 16-bit weights, chunked loss, QLoRA, fp8, weights on the CPU."""
     from echelon import FullyShardedDataParallelPlugin
+    from echelon.utils import BnbQuantizationConfig, load_and_quantize_model
 
     mode = part.arguments.mode
     shape = (TINY if part.is_tiny else MODELS)["llama-1b"]
@@ -505,13 +506,27 @@ def memory(part: Part) -> None:
     else:
         options["engine"] = "fsdp2"  # without it, one process is not sharded
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            activation_checkpointing=mode == "checkpointing",
-            cpu_offload=mode == "offload",
-            auto_wrap_policy="transformer_based_wrap",
+            fsdp_version=2, cpu_offload=mode == "offload", auto_wrap_policy="transformer_based_wrap"
         )
+    if mode.startswith("blocks "):
+        options["activation_checkpointing"] = mode.removeprefix("blocks ")
+    if mode == "bf16 kept":
+        options["master_weights"] = "keep"
     accelerator = part.accelerator(**options)
-    model: Any = build(shape)
+    model: Any = ChunkedDecoder(shape) if mode == "chunked loss" else build(shape)
+    if mode.startswith("bf16"):
+        model.to(torch.bfloat16)
+    if mode == "qlora":
+        from peft import LoraConfig, inject_adapter_in_model
+
+        quantization = BnbQuantizationConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bf16", skip_modules=["head"]
+        )
+        model = load_and_quantize_model(model, quantization, device_map={"": accelerator.device})
+        model.requires_grad_(False)
+        model = inject_adapter_in_model(
+            LoraConfig(r=16, target_modules=["q", "k", "v", "o", "up", "down", "gate"]), model
+        )
     steps, warmup = (2, 1) if part.is_tiny else (10, 3)
     loader = DataLoader(Tokens(shape, (steps + warmup) * shape.batch), batch_size=shape.batch)
     # On the CPU, torch's fused AdamW takes the gradients that fsdp2 leaves there, too.
@@ -527,6 +542,16 @@ def memory(part: Part) -> None:
         began = now
     part.report(mode, step_s=statistics.median(times[warmup:]), peak_bytes=part.peak_bytes(), last_loss=loss.item())
     accelerator.end_training()
+
+
+class ChunkedDecoder(Decoder):
+    """A Decoder that never has all logits in memory."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        from echelon import linear_cross_entropy
+
+        assert labels is not None
+        return {"loss": linear_cross_entropy(self.hidden(input_ids), self.head.weight, labels, chunk_size=1024)}
 
 
 # ---- 8: failures -----------------------------------------------------------------------------------------------------
@@ -635,7 +660,7 @@ def main() -> None:
     parser.add_argument("program", choices=list(PROGRAMS))
     parser.add_argument("--engine", default="single")
     parser.add_argument("--loop", choices=list(LOOPS), default="single")
-    parser.add_argument("--mode", choices=["plain", "checkpointing", "offload", "fp8"], default="plain")
+    parser.add_argument("--mode", default="plain")
     parser.add_argument("--kind", choices=list(FAILURES), default="memory")
     parser.add_argument("--file", default="tests/gpu")
     parser.add_argument("--shared", action="store_true", help="all ranks use device 0")
