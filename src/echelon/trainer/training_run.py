@@ -612,8 +612,10 @@ class TrainingRun:
             self._spikes.begin_update()
         # The training step may change a batch.
         held = [copy.copy(inputs) for inputs in group] if self._spikes is not None and self._spikes.can_undo else []
+        counts_flops = self._session.interface.counts_flops
         for i, inputs in enumerate(group):
-            self._throughput.add(inputs)
+            if counts_flops:
+                self._throughput.add(inputs)
             self._train_one(inputs, num_items, is_last=i == last)
             if i < last:
                 control = notify(trainer, "on_substep_end")
@@ -628,7 +630,11 @@ class TrainingRun:
             for i, inputs in enumerate(held):
                 self._train_one(inputs, num_items, is_last=i == last)
 
-        self._finish_update(group, num_batches=len(group), repeat=repeat)
+        if self._spikes is None:
+            self._clip()
+            self._step(group, num_batches=len(group))
+        else:
+            self._step_unless_spike(self._spikes, group, num_batches=len(group), repeat=repeat)
         return True
 
     def _train_one(self, inputs: Any, num_items: Any, *, is_last: bool) -> None:
@@ -682,7 +688,11 @@ class TrainingRun:
                     self._train_on(inputs, num_items)
             self._add_exact_loss()
 
-        self._finish_update(group, num_batches=1, repeat=repeat)
+        if spikes is None:
+            self._clip()
+            self._step(group, num_batches=1)
+        else:
+            self._step_unless_spike(spikes, group, num_batches=1, repeat=repeat)
         return True
 
     def _add_exact_loss(self) -> None:
@@ -723,7 +733,9 @@ class TrainingRun:
         self._trainer.model.train()
         set_optimizer_mode(self._trainer.optimizer, "train")
 
-    def _finish_update(self, group: list[Any], *, num_batches: int, repeat: Callable[[], None]) -> None:
+    def _step_unless_spike(
+        self, spikes: SpikeResponse, group: list[Any], *, num_batches: int, repeat: Callable[[], None]
+    ) -> None:
         """Clip the gradients of an update and step, unless ``spike_guard`` drops it.
 
         Args:
@@ -732,10 +744,6 @@ class TrainingRun:
             repeat: computes its gradients again.
         """
         trainer = self._trainer
-        if self._spikes is None:
-            self._clip()
-            self._step(group, num_batches=num_batches)
-            return
         norm, step = self._grad_norm, trainer.state.global_step
         self._clip()
         position = None
@@ -747,7 +755,7 @@ class TrainingRun:
             repeat()
             self._clip()
 
-        is_kept = self._spikes.settle(position, repeat=repeat_and_clip)
+        is_kept = spikes.settle(position, repeat=repeat_and_clip)
         is_undone = trainer.state.global_step < step
         if self._plan.ends_with_data and (is_undone or not is_kept):
             trainer.state.max_steps -= 1

@@ -38,8 +38,7 @@ class Throughput:
 
     def __init__(self, trainer: TrainerMethods, session: TrainerSession) -> None:
         self._trainer = trainer
-        self._counts = session.interface.counts_flops
-        self._is_logged = self._counts and trainer.args.log_throughput
+        self._is_logged = session.interface.counts_flops and trainer.args.log_throughput
         self._peak = self._find_peak() if self._is_logged else None
         self._flops, self._tokens = 0.0, 0  # of this rank since the last log
         self._logged_at = time.time()
@@ -49,9 +48,7 @@ class Throughput:
         self._logged_at = time.time()
 
     def add(self, inputs: Any) -> None:
-        """Count one batch of this rank."""
-        if not self._counts:
-            return
+        """Count one batch of this rank, of a model that knows its operations (``ModelInterface.counts_flops``)."""
         trainer = self._trainer
         flops = float(trainer.floating_point_ops(inputs))
         trainer.current_flos += flops
