@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
+from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.engines.base import Engine
@@ -26,12 +27,12 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @runtime_checkable
 class OwnsParameters(Protocol):
-    """An optimizer of which each rank steps, and has the state of, some of the parameters (ZeRO stage 1)."""
+    """An optimizer of which each rank steps, and has the state of, some of the parameters (ZeRO-1, and whole matrices under FSDP2)."""
 
     rank: int
 
-    def owner(self, parameter: torch.Tensor) -> int:
-        """Return the rank that holds the state of ``parameter``."""
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """Return the rank that holds the state of ``parameter``; None if each rank has a part, as of the parameter."""
         ...
 
 
@@ -425,8 +426,14 @@ class _OptimizerAverage:
         (local,) = local_tensors([parameter])
         return local.detach().to(_dtype_for(parameter), copy=True)
 
+    def _owner(self, parameter: torch.Tensor) -> int | None:
+        """Return the rank that averages ``parameter``; None if each rank averages its shard, or its copy."""
+        if self._sharded is None or is_dtensor(parameter):  # shards are averaged in place, whoever steps the whole
+            return None
+        return self._sharded.owner(parameter)
+
     def _is_owned(self, parameter: torch.Tensor) -> bool:
-        return self._sharded is None or self._sharded.owner(parameter) == self._sharded.rank
+        return self._sharded is None or self._owner(parameter) in (None, self._sharded.rank)
 
     def own_values(self) -> dict[int, torch.Tensor]:
         """Return the averages that this rank holds, by the id of the parameter."""
@@ -454,8 +461,9 @@ class _OptimizerAverage:
             self.restored.append((local, local.clone()))
             if value is not None:
                 local.copy_(value)
-            if self._sharded is not None:
-                dist.broadcast(local, src=self._sharded.owner(parameter))
+            owner = self._owner(parameter)
+            if owner is not None:
+                dist.broadcast(local, src=owner)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -243,6 +243,46 @@ def test_each_rank_stores_the_averages_of_what_it_has_the_optimizer_state_of(eng
     assert all(0 < averages < total or not is_divided for averages, _ in counts)
 
 
+class _ByNorm(torch.optim.Optimizer):
+    """Divides each gradient by its norm, so that fsdp2 gathers the parameters to step them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / p.grad.norm())
+
+
+def _gathered(world_size: int) -> list[list[torch.Tensor]]:
+    accelerator, model = Accelerator(cpu=True, engine="fsdp2" if world_size > 1 else "single"), _small()
+    model, optimizer, ema = accelerator.prepare(model, _ByNorm(model.parameters()), EMA(0.9))
+    for number in range(3):
+        accelerator.backward(
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).double()).square().mean()
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    with ema.average_parameters():
+        return [whole(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])  # two ranks have shards of one size, three have not
+def test_averages_of_gathered_parameters_are_averages_of_their_shards(world_size: int) -> None:
+    model = _small()
+    averages = [p.detach().clone() for p in model.parameters()]
+    optimizer = _ByNorm(model.parameters())
+    for number in range(3):
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).double()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averages = [0.9 * a + 0.1 * p.detach() for a, p in zip(averages, model.parameters())]
+    for found in run_on_ranks(_gathered, world_size, world_size=world_size):
+        torch.testing.assert_close(found, averages, **_EXACT)
+
+
 def _after_an_evaluation_that_fails(engine: str) -> bool:
     """Return whether the weights of training are back on each rank, though only one of them has left by an error."""
     accelerator, model = Accelerator(cpu=True, engine=engine), _small()
