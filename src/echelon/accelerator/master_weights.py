@@ -15,6 +15,13 @@ from echelon.base.sharded import is_dtensor
 from echelon.engines.state_dicts import plain_name
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+# Their kernels do not take float32 inputs with low-precision weights (RMSNorm's do).
+_NORMS = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 class MasterWeights:
@@ -37,20 +44,24 @@ class MasterWeights:
         """Cast the trained low-precision weights of ``model`` to float32 in place; return their dtypes before.
 
         The parameters stay the same objects, so optimizers, tied layers and hooks keep them. Their gradients are cast, too, and the
-        buffers beside them (the statistics of a batch norm), because torch requires one dtype for both.
+        buffers beside them (the statistics of a batch norm), because torch requires one dtype for both. Frozen norms are cast as well,
+        because the layers before them may now return float32.
 
         Raises:
             UsageError: such a weight shares memory with another tensor, which would not follow it.
         """
         low = [p for p in model.parameters() if p.requires_grad and _is_castable(p)]
         dtypes = [p.dtype for p in low]
+        if low:
+            norms = [p for m in model.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)]
+            low += {id(p): p for p in norms if not p.requires_grad and _is_castable(p)}.values()
         for same in _by_memory(model, low, optimizers) if low else ():
             dtype, data = same[0].dtype, same[0].detach().to(torch.float32)
             for parameter in same:
                 _assign(parameter, data)
                 self._loaded[parameter] = dtype
         for module in model.modules() if low else ():
-            if any(p in self._loaded for p in module.parameters(recurse=False)):
+            if isinstance(module, _NORMS) or any(p in self._loaded for p in module.parameters(recurse=False)):
                 for buffer in module.buffers(recurse=False):
                     if buffer.dtype in LOW_PRECISION:
                         self._loaded[buffer] = buffer.dtype

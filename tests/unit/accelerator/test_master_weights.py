@@ -89,6 +89,31 @@ def test_statistics_beside_cast_weights_are_cast_and_others_are_not() -> None:
     assert {value.dtype for value in state.values() if value.is_floating_point()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.LayerNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4, affine=False),
+        nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+    ],
+    ids=repr,
+)
+def test_a_frozen_norm_takes_the_float32_outputs_of_trained_layers_before_it(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(5, 4), norm, nn.Linear(4, 1)).bfloat16()
+    model[1:].requires_grad_(False)
+    reference = copy.deepcopy(model).float()
+    accelerator = _accelerator()
+    ids = torch.arange(4)
+    prepared = accelerator.prepare(model)
+    accelerator.backward(prepared(ids).sum())
+    reference(ids).sum().backward()
+    torch.testing.assert_close(model[0].weight.grad, reference[0].weight.grad, rtol=0.05, atol=0.05)
+    assert {v.dtype for v in accelerator.get_state_dict(prepared).values() if v.is_floating_point()} == {torch.bfloat16}
+
+
 def _shares(kind: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
     optimizers = []
