@@ -43,8 +43,8 @@ def why_it_failed(run: RecordedRun, output: list[dict[str, str]]) -> dict[str, A
         "more": lines[1:],
         "step": event.get("step"),
         "rank": rank,
-        "where": [line.strip() for line in where.splitlines()],
-        "do": [line.strip() for line in re.split(r"\n  (?=\S)", do)[0].splitlines()] if do else [_advice(run)],
+        "where": _lines(where),
+        "do": _lines(do) or [_advice(run)],
         "traceback": _traceback(run, event),
         "output": _last_lines(output, rank),
     }
@@ -53,6 +53,11 @@ def why_it_failed(run: RecordedRun, output: list[dict[str, str]]) -> dict[str, A
 def _text_of(report: Any, name: str) -> str:
     part = report.get(name)
     return event_text(part) if isinstance(part, dict) else ""
+
+
+def _lines(part: str) -> list[str]:
+    """Return the lines of one part of a message, without the next part (where the output is), which the launcher appends."""
+    return [line.strip() for line in re.split(r"\n  (?=\S)", part)[0].splitlines()]
 
 
 def _unknown(run: RecordedRun) -> str:

@@ -56,6 +56,18 @@ def test_the_box_has_the_error_the_line_the_rank_the_advice_and_the_last_lines(t
     }
 
 
+def test_an_error_of_the_program_has_no_place_of_the_output_among_its_lines(tmp_path: Path) -> None:
+    report = {
+        "what": {"text": "rank 1 failed first: KeyError: 'labels'"},
+        "where": {"text": "rank 1 of 2\n         train.py:9 in main: f()\n  logs:  above"},
+    }
+    event = {"time": 1.0, "attempt": 0, "kind": "failure", "rank": 1, "step": 30, "text": "of rank 1", "report": report}
+    run = read_run(write_failed_run(tmp_path, event=event))
+    found = why_it_failed(run, recorded_output(run))
+    assert found is not None
+    assert found["where"] == ["rank 1 of 2", "train.py:9 in main: f()"]
+
+
 def test_a_failed_run_has_no_second_mark_at_its_end(tmp_path: Path) -> None:
     (data,) = page_data([read_run(write_failed_run(tmp_path))])["runs"]
     assert [kind for _, kind, _ in data["timeline"]["events"]] == ["failure"]
