@@ -175,6 +175,10 @@ def test_another_error_is_shown_with_its_message_its_line_and_its_remedy() -> No
         ("setStorage: sizes [4, 4], ... are out of bounds for storage of size 0", ["create_graph=True"]),
         ("Expected to have finished reduction in the prior iteration before starting a", ["find_unused_parameters"]),
         ("Torch not compiled with CUDA enabled", ["accelerator.device"]),
+        ("'AcceleratedOptimizer' object is not callable", ["in the order of its arguments"]),
+        ("mat1 and mat2 must have the same dtype, but got Long and Float", ["x.float()"]),
+        ("mat1 and mat2 shapes cannot be multiplied (4x4 and 5x8)", ["in_features"]),
+        ("num_samples should be a positive integer value, but got num_samples=0", ["the dataset is empty"]),
         ("No CUDA GPUs are available", ["accelerator.device"]),
         # As an H200 gave them with torch 2.11; the last two are those of torch's documentation.
         (

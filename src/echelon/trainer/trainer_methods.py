@@ -1128,10 +1128,35 @@ def call_model(trainer: TrainerMethods, model: nn.Module, inputs: Any, num_items
     """Call ``model`` with a batch's columns by name or, for a tuple, with as many elements as forward accepts."""
     if isinstance(inputs, (dict, Mapping)):
         if num_items is not None and trainer.model_accepts_loss_kwargs:
-            return model(**inputs, num_items_in_batch=num_items)
-        return model(**inputs)
+            inputs = {**inputs, "num_items_in_batch": num_items}
+        try:
+            return model(**inputs)
+        except TypeError as error:
+            explain_missing_argument(trainer, error, inputs)
+            raise
     parts = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     return model(*parts[: trainer._session.interface.num_positional])
+
+
+def explain_missing_argument(trainer: TrainerMethods, error: TypeError, inputs: Mapping[str, Any]) -> None:
+    """Raise a better error if the model's forward requires an argument that the batch does not have."""
+    name = type(trainer.model).__name__
+    if not str(error).startswith(f"{name}.forward() missing "):
+        return
+    required, there = str(error).partition(": ")[2], ", ".join(inputs)
+    raise UsageError(
+        _(
+            "{name}.forward requires {required}, but the batch has only {there}",
+            name=name,
+            required=required,
+            there=there,
+        ),
+        where=f"{type(trainer).__name__}.train_dataset, or the data_collator",
+        do=_(
+            "name the columns of the dataset as forward's parameters; columns that are no parameters are left out "
+            "(remove_unused_columns)"
+        ),
+    ) from error
 
 
 def explain_missing_column(trainer: TrainerMethods, error: KeyError, inputs: Any) -> None:

@@ -92,6 +92,13 @@ def test_errors_of_click_name_the_flag_as_the_documents_and_the_command(
         ("config explan", "config", "unknown command 'explan'", "did you mean echelon config explain?"),
         ("runs qqq", "runs", "unknown command 'qqq'", "commands: compare, ls, show"),
         ("launch -n 2 x.py", "launch", "unknown flag -n", "did you mean --num_processes?"),
+        (
+            "launch --learning_rate 0.1 x.py",
+            "launch",
+            "unknown flag --learning_rate",
+            "flags of your script come after its name: echelon launch [FLAGS] SCRIPT --learning_rate; see echelon launch --help",
+        ),
+        ("launch --num_proceses 2 x.py", "launch", "unknown flag --num_proceses", "did you mean --num_processes?"),
         ("verify --cpu x.py", "verify", "unknown flag --cpu", "leave it out: echelon verify always uses the CPU"),
         ("verify --nproc_per_node 2 x.py", "verify", "unknown flag --nproc_per_node", "did you mean --num_processes?"),
         ("tune -n 2 x.py", "tune", "unknown flag -n", "leave it out: echelon tune tries several numbers of processes"),

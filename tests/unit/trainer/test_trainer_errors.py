@@ -235,6 +235,18 @@ def test_no_column_that_forward_accepts(tmp_path: Path) -> None:
     )
 
 
+def test_a_batch_without_what_forward_requires(tmp_path: Path) -> None:
+    rows = [{"inputs": torch.zeros(1), "labels": torch.zeros(1)}] * 4
+    with pytest.raises(UsageError) as error:
+        Trainer(Line(), _args(tmp_path), train_dataset=rows).train()
+    _says(
+        error.value,
+        what="Line.forward requires 'x', but the batch has only labels",
+        where="Trainer.train_dataset",
+        do="name the columns of the dataset as forward's parameters",
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "text", "number"),
     [

@@ -45,7 +45,8 @@ def explain_click_error(
     """Return ``error`` as an error of echelon."""
     page = _("see {path} --help", path=path)
     if isinstance(error, click.NoSuchOption):
-        near = error.possibilities
+        # Of click's suggestions, those that a typing error explains.
+        near = get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.75)
         typed = (token.partition("=")[0] for token in argv)  # click reports the normalized name
         name = next((flag for flag in typed if flag.replace("_", "-") == error.option_name), error.option_name)
         meant = (
@@ -53,6 +54,12 @@ def explain_click_error(
         )
         meant = meant or (spelled(near[0]) if near else None)
         do = _("did you mean {meant}?", meant=meant) if meant else page
+        if path == "echelon launch" and not meant:
+            do = _(
+                "flags of your script come after its name: echelon launch [FLAGS] SCRIPT {name}; {page}",
+                name=name,
+                page=page,
+            )
         if path == "echelon" and not meant:
             do = _("flags follow a command, as in echelon launch {name}", name=name)
         return UsageError(

@@ -520,6 +520,25 @@ _ADVICE = (
     ("Torch not compiled with CUDA enabled", _NO_GPU),
     ("Found no NVIDIA driver", _NO_GPU),
     ("No CUDA GPUs are available", _NO_GPU),
+    (
+        "'AcceleratedOptimizer' object is not callable",
+        N_("prepare() returns the objects in the order of its arguments: model, optimizer = prepare(model, optimizer)"),
+    ),
+    (
+        "must have the same dtype, but got",
+        N_("convert the model's inputs to the dtype of its weights, for example with x.float()"),
+    ),
+    (
+        "shapes cannot be multiplied",
+        N_(
+            "the last size of a layer's input must be its number of inputs (in_features); the first pair of sizes is the "
+            "input's, the second the transposed weight's"
+        ),
+    ),
+    (
+        "num_samples should be a positive integer value, but got num_samples=0",
+        N_("the dataset is empty: look at the path and the filters it was made with"),
+    ),
     ("cannot pickle", _PICKLE),
     ("Can't pickle", _PICKLE),
     ("Can't get local object", _PICKLE),
