@@ -33,11 +33,15 @@ _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def blocks_of(model: nn.Module, classes: Collection[str], *, where: str) -> list[nn.Module]:
     """Return the outermost modules inside ``model`` of the classes with these names (none: those in ``_no_split_modules``).
 
+    A model of a single module, such as a linear second model, has no blocks.
+
     Raises:
         ConfigError: there is no such module, or the model does not name its blocks.
     """
     present = sorted({type(module).__name__ for module in model.modules() if module is not model})
     names = set(classes) or set(getattr(model, "_no_split_modules", None) or ())
+    if not present:
+        return []
     if not names:
         raise ConfigError(
             f"{type(model).__name__} does not name its blocks (_no_split_modules), so there is nothing to recompute",
@@ -49,7 +53,8 @@ def blocks_of(model: nn.Module, classes: Collection[str], *, where: str) -> list
         raise ConfigError(
             f"{type(model).__name__} has no module of class {', '.join(sorted(missing or names))}",
             where=where,
-            do=f"choose from {', '.join(present)}",
+            do=f"choose from {', '.join(present)}; for several models of different blocks, remove activation_checkpointing_blocks and "
+            "set model._no_split_modules = ['Block'] on each before prepare()",
         )
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()

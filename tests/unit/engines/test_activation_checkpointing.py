@@ -85,6 +85,16 @@ def test_what_cannot_be_recomputed_is_refused(model: nn.Module, settings: dict[s
     assert "code Accelerator(activation_checkpointing=)" in str(caught.value)
 
 
+def test_several_models_name_their_own_blocks() -> None:
+    with pytest.raises(ConfigError, match=r"set model\._no_split_modules = \['Block'\] on each"):
+        accelerator = Accelerator(cpu=True, activation_checkpointing="full", activation_checkpointing_blocks="Block")
+        accelerator.prepare(Model(), nn.Sequential(nn.Linear(8, 8)))
+    model, other, single = Model(), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
+    model._no_split_modules, other._no_split_modules = ["Block"], ["Linear"]  # type: ignore[assignment]
+    Accelerator(cpu=True, activation_checkpointing="full").prepare(model, other, single)
+    assert ["forward" in vars(m) for m in (model.blocks[0], other[0], single)] == [True, True, False]
+
+
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="has no effect, because activation_checkpointing is 'none'"):
         Accelerator(cpu=True, activation_checkpointing_blocks=["Block"]).prepare(Model())
