@@ -43,12 +43,17 @@ def linear_cross_entropy(
         reduction: the mean over the targets that count, or their sum.
 
     Raises:
-        UsageError: ``weight`` is sharded, or ``chunk_size`` is below 1.
+        UsageError: ``weight`` is sharded, ``chunk_size`` is below 1, or ``reduction`` is another one.
 
     Source: torch.nn.functional.linear_cross_entropy (torch 2.13), which is used where it can; Hsu et al., "Liger Kernel", 2024.
     """
     if chunk_size < 1:
         raise UsageError(_("chunk_size={size} is below 1", size=chunk_size), do=_("set it to 1 or more tokens"))
+    if reduction not in ("mean", "sum"):
+        raise UsageError(
+            _("reduction={reduction!r} is not one of mean, sum", reduction=reduction),
+            do=_("use cross_entropy(linear(hidden, weight), target) for the losses of single tokens"),
+        )
     if is_dtensor(weight):
         raise UsageError(
             _("linear_cross_entropy needs the whole weight of the head, but it is divided over ranks"),

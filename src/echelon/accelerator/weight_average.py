@@ -51,15 +51,23 @@ class WeightAverage(ABC):
     """Whether the average starts with the weights before the first step."""
 
     def __init__(self, *, every: int) -> None:
-        if every < 1:
-            raise ConfigError(
-                _("{kind}(every={every}) is below 1", kind=type(self).__name__, every=every),
-                do=_("set every to 1 or more"),
-            )
+        self._require_count("every", every)
         self.every = every
         self._parts: list[_OptimizerAverage] = []
         self._engine: Engine | None = None
         self._is_applied = False
+
+    def _require_count(self, name: str, value: object) -> None:
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(
+                _(
+                    "{kind}({name}={value!r}) is not a number of steps",
+                    kind=type(self).__name__,
+                    name=name,
+                    value=value,
+                ),
+                do=_("set {name} to an integer of 1 or more", name=name),
+            )
 
     @abstractmethod
     def weight_of_update(self, num_updates: int) -> float:
@@ -88,7 +96,8 @@ class WeightAverage(ABC):
         Collective: enter on every rank if the engine shards parameters or optimizer state.
 
         Raises:
-            UsageError: the average was not prepared, or an optimizer steps inside the context.
+            UsageError: the average was not prepared, the models have another average of the same optimizers, or an optimizer steps inside
+                the context.
         """
         if self._is_applied:
             yield
@@ -261,6 +270,10 @@ class WeightAverage(ABC):
                 _("the {kind} was not prepared, so it has no averages", kind=type(self).__name__),
                 do=_("pass it to accelerator.prepare()"),
             )
+        for part in self._parts:
+            for other in part.optimizer.averages:
+                # It would take the other average for the weights of training, and a checkpoint would hold that.
+                other.average.require_not_applied(f"{self}.average_parameters()")
         capabilities = self._engine.capabilities
         if capabilities.shards_parameters or capabilities.shards_optimizer_state:
             monitored_barrier("average_parameters()", advice="Each rank holds a part of the averages.")
@@ -298,9 +311,9 @@ class EMA(WeightAverage):
 
     def __init__(self, decay: float = 0.999, *, every: int = 1, warmup: bool = False) -> None:
         super().__init__(every=every)
-        if not 0.0 <= decay <= 1.0:
+        if not isinstance(decay, (float, int)) or not 0.0 <= decay <= 1.0:
             raise ConfigError(
-                _("EMA(decay={decay}) is not between 0 and 1", decay=decay), do=_("set a decay such as 0.999")
+                _("EMA(decay={decay!r}) is not between 0 and 1", decay=decay), do=_("set a decay such as 0.999")
             )
         self.decay = decay
         self.warmup = warmup
@@ -336,11 +349,7 @@ class SWA(WeightAverage):
 
     def __init__(self, start: int, *, every: int = 1) -> None:
         super().__init__(every=every)
-        if start < 1:
-            raise ConfigError(
-                _("SWA(start={start}) is below 1, the first optimizer step", start=start),
-                do=_("set start to 1 or more"),
-            )
+        self._require_count("start", start)
         self.start = start
 
     def weight_of_update(self, num_updates: int) -> float:
@@ -360,7 +369,7 @@ class _OptimizerAverage:
     """The averages of one optimizer's parameters, as far as this rank holds them."""
 
     def __init__(self, average: WeightAverage, optimizer: AcceleratedOptimizer, engine: Engine) -> None:
-        self._average = average
+        self.average = average
         self.optimizer = optimizer
         self._engine = engine
         inner = optimizer.optimizer
@@ -374,9 +383,9 @@ class _OptimizerAverage:
 
     def before_step(self) -> None:
         """Add parameters that begin to be trained: until now, their average is their value."""
-        self._average.require_not_applied("optimizer.step()")
+        self.average.require_not_applied("optimizer.step()")
         if self.optimizer.unsynced or self.optimizer.gradient_state.reading.joined:
-            kind = type(self._average).__name__
+            kind = type(self.average).__name__
             raise UsageError(
                 _(
                     "{kind} cannot average the weights of steps that differ between ranks (LocalSGD, no_sync(unsynced=True), "
@@ -386,17 +395,17 @@ class _OptimizerAverage:
                 where="optimizer.step()",
                 do=_("train without these, or without {kind}", kind=kind),
             )
-        if self.num_updates or self._average._starts_from_initial:
+        if self.num_updates or self.average._starts_from_initial:
             self._add_trained()
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Update the averages if an update is due."""
         self.num_steps += 1
-        if not self._average.is_due(self.num_steps):
+        if not self.average.is_due(self.num_steps):
             return
         self._add_trained()
-        weight = self._average.weight_of_update(self.num_updates)
+        weight = self.average.weight_of_update(self.num_updates)
         self.num_updates += 1
         grouped: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # one dtype and device for each call
         for parameter, value in self._values.values():

@@ -97,7 +97,9 @@ def test_under_autocast_it_computes_like_a_linear_layer_and_a_loss_in_float32(op
         torch.testing.assert_close(value, reference, rtol=0, atol=2e-3)  # bf16 has 8 bits; gradients are below 0.1
 
 
-def test_a_chunk_without_tokens_is_refused() -> None:
+def test_a_chunk_without_tokens_and_another_reduction_are_refused() -> None:
     hidden, weight = _inputs(torch.float32, has_bias=False)
+    with pytest.raises(UsageError, match="reduction='none' is not one of mean, sum"):
+        linear_cross_entropy(torch.ones(1, 2), torch.ones(3, 2), torch.ones(1).long(), chunk_size=1, reduction="none")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="chunk_size=0 is below 1"):
         linear_cross_entropy(hidden, weight, _target(), chunk_size=0)

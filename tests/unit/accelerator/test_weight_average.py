@@ -216,6 +216,12 @@ def _prepare_twice(_accelerator: Any, _model: Any, _optimizer: Any, ema: Any) ->
     _prepared(ema)
 
 
+def _nest_another(accelerator: Any, _model: Any, _optimizer: Any, ema: Any) -> None:
+    other = accelerator.prepare(EMA(0.5))
+    with ema.average_parameters(), other.average_parameters():
+        accelerator.save_state("anywhere")
+
+
 def _prepare_alone(*_: Any) -> None:
     Accelerator(cpu=True).prepare(EMA(0.9))
 
@@ -231,6 +237,7 @@ def _use_unprepared(*_: Any) -> None:
         (_step_inside, r"optimizer.step\(\) was called inside average_parameters\(\)"),
         (_load_inside, r"load_state\(\) was called inside average_parameters\(\)"),
         (_prepare_twice, "got an EMA that another Accelerator has prepared"),
+        (_nest_another, r"EMA\(decay=0.5, .*\).average_parameters\(\) was called inside average_parameters\(\)"),
         (_prepare_alone, "got an EMA, but no optimizer"),
         (_use_unprepared, "the SWA was not prepared"),
     ],
@@ -242,7 +249,17 @@ def test_what_would_average_the_wrong_weights_is_refused(use: Callable[..., None
         use(accelerator, model, optimizer, ema)
 
 
-@pytest.mark.parametrize("make", [lambda: EMA(1.5), lambda: EMA(0.9, every=0), lambda: SWA(0)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EMA(1.5),
+        lambda: EMA("0.9"),  # type: ignore[arg-type]
+        lambda: EMA(0.9, every=0),
+        lambda: EMA(0.9, every=1.5),  # type: ignore[arg-type]
+        lambda: SWA(0),
+        lambda: SWA(1.5),  # type: ignore[arg-type]
+    ],
+)
 def test_settings_without_a_meaning_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(ConfigError):
         make()

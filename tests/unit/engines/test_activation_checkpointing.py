@@ -86,8 +86,8 @@ def test_what_cannot_be_recomputed_is_refused(model: nn.Module, settings: dict[s
 
 
 def test_several_models_name_their_own_blocks() -> None:
+    accelerator = Accelerator(cpu=True, activation_checkpointing="full", activation_checkpointing_blocks="Block")
     with pytest.raises(ConfigError, match=r"set model\._no_split_modules = \['Block'\] on each"):
-        accelerator = Accelerator(cpu=True, activation_checkpointing="full", activation_checkpointing_blocks="Block")
         accelerator.prepare(Model(), nn.Sequential(nn.Linear(8, 8)))
     model, other, single = Model(), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
     model._no_split_modules, other._no_split_modules = ["Block"], ["Linear"]  # type: ignore[assignment]
@@ -96,6 +96,9 @@ def test_several_models_name_their_own_blocks() -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
+    for blocks in (nn.Linear, [nn.Linear], []):
+        with pytest.raises(ConfigError, match="is not a list of class names"):
+            Accelerator(cpu=True, activation_checkpointing="full", activation_checkpointing_blocks=blocks)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="has no effect, because activation_checkpointing is 'none'"):
         Accelerator(cpu=True, activation_checkpointing_blocks=["Block"]).prepare(Model())
     model: Any = Model()

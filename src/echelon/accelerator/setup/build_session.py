@@ -342,8 +342,20 @@ def dynamo_settings(backend: Any, plugin: TorchDynamoPlugin | None) -> dict[str,
 
 
 def joined_names(names: str | Sequence[str] | None) -> str | None:
-    """Return class names as the settings have them, separated by commas."""
-    return names if names is None or isinstance(names, str) else ",".join(names)
+    """Return class names as the settings have them, separated by commas.
+
+    Raises:
+        ConfigError: they are no names.
+    """
+    if names is None or isinstance(names, str):
+        return names
+    if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"activation_checkpointing_blocks={names!r} is not a list of class names",
+            where="code (activation_checkpointing_blocks=)",
+            do="pass the names of the classes, such as ['Block'], or remove it",
+        )
+    return ",".join(names)
 
 
 def handlers_by_kind(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
