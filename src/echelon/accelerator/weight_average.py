@@ -5,43 +5,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from echelon.accelerator.master_weights import LOW_PRECISION
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
-from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.engines.base import Engine
+from echelon.engines.optimizer_copy import ShardsState
 from echelon.engines.shards import local_tensors
 
 if TYPE_CHECKING:
     from echelon.accelerator.update.optimizer import AcceleratedOptimizer
-
-_LOW = (torch.bfloat16, torch.float16)
-
-
-@runtime_checkable
-class OwnsParameters(Protocol):
-    """An optimizer of which each rank steps, and has the state of, some of the parameters (ZeRO-1, and whole matrices under FSDP2)."""
-
-    rank: int
-
-    def owner(self, parameter: torch.Tensor) -> int | None:
-        """Return the rank that holds the state of ``parameter``; None if each rank has a part, as of the parameter."""
-        ...
 
 
 class WeightAverage(ABC):
     """An average of the trained weights of prepared models, updated after their optimizers' steps.
 
     Pass it to ``Accelerator.prepare``, alone or with the models. It then averages the parameters of the optimizers of the same call, or,
-    if that has none, of all that were prepared before. Each rank stores the averages of the parameters, or of the shards, of which it has
-    the optimizer state. Buffers are not averaged. Averages of bf16 and fp16 weights are float32.
+    if that has none, of all that were prepared before. Each rank stores the averages of the parameters, or of its shards of them; with ZeRO
+    stage 1, of those of which it has the optimizer state. Buffers are not averaged. Averages of bf16 and fp16 weights are float32.
 
     Args:
         every: update after every N-th optimizer step. Steps that fp16 loss scaling skips do not count.
@@ -53,7 +41,7 @@ class WeightAverage(ABC):
     def __init__(self, *, every: int) -> None:
         self._require_count("every", every)
         self.every = every
-        self._parts: list[_OptimizerAverage] = []
+        self._parts: list[OptimizerAverage] = []
         self._engine: Engine | None = None
         self._is_applied = False
 
@@ -84,7 +72,7 @@ class WeightAverage(ABC):
     @property
     def num_updates(self) -> int:
         """Number of updates so far (the largest number, if there are several optimizers)."""
-        return max((part.num_updates for part in self._parts), default=0)
+        return max((part.counts["num_updates"] for part in self._parts), default=0)
 
     @contextmanager
     def average_parameters(self) -> Iterator[None]:
@@ -180,7 +168,7 @@ class WeightAverage(ABC):
                 )
         self._engine = engine
         for optimizer in optimizers:
-            part = _OptimizerAverage(self, optimizer, engine)
+            part = OptimizerAverage(self, optimizer, engine)
             optimizer.averages.append(part)
             self._parts.append(part)
 
@@ -203,14 +191,14 @@ class WeightAverage(ABC):
                 do=_("call it outside this block"),
             )
 
-    def parts(self) -> Sequence[tuple[AcceleratedOptimizer, dict[int, torch.Tensor]]]:
-        """Return each optimizer and the averages that this rank holds, by the id of the parameter; local tensors."""
-        return [(part.optimizer, part.own_values()) for part in self._parts]
+    def parts(self) -> Sequence[tuple[AcceleratedOptimizer, dict[torch.Tensor, torch.Tensor | None]]]:
+        """Return each optimizer and its averages by parameter: local tensors, or None if another rank holds the average."""
+        return [(part.optimizer, part.values) for part in self._parts]
 
     def state(self, optimizers: Sequence[AcceleratedOptimizer]) -> dict[str, Any]:
         """Return the settings and the counters, which are the same on every rank, by number in ``optimizers``."""
         counters = {
-            str(number): [part.num_steps, part.num_updates]
+            str(number): [part.counts["num_steps"], part.counts["num_updates"]]
             for number, optimizer in enumerate(optimizers)
             for part in self._parts
             if part.optimizer is optimizer
@@ -365,7 +353,7 @@ class SWA(WeightAverage):
         return {"start": self.start, "every": self.every}
 
 
-class _OptimizerAverage:
+class OptimizerAverage:
     """The averages of one optimizer's parameters, as far as this rank holds them."""
 
     def __init__(self, average: WeightAverage, optimizer: AcceleratedOptimizer, engine: Engine) -> None:
@@ -373,13 +361,15 @@ class _OptimizerAverage:
         self.optimizer = optimizer
         self._engine = engine
         inner = optimizer.optimizer
-        self._sharded = inner if isinstance(inner, OwnsParameters) else None
-        # By the parameter's id; the average is None on ranks that do not own the parameter.
-        self._values: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        # Of a parameter that is sharded itself, each rank averages its shard, no matter which rank steps it.
+        self._owners: ShardsState | None = None
+        if isinstance(inner, ShardsState) and not engine.capabilities.shards_parameters:
+            self._owners = inner
+        self.values: dict[torch.Tensor, torch.Tensor | None] = {}
+        """By parameter: the average of what this rank holds of it; None if another rank owns the parameter."""
+        self.counts = {"num_steps": 0, "num_updates": 0}
         self.restored: list[tuple[torch.Tensor, torch.Tensor]] = []
         """While the averages are applied: local tensors, and their values of training."""
-        self.num_steps = 0
-        self.num_updates = 0
 
     def before_step(self) -> None:
         """Add parameters that begin to be trained: until now, their average is their value."""
@@ -395,20 +385,20 @@ class _OptimizerAverage:
                 where="optimizer.step()",
                 do=_("train without these, or without {kind}", kind=kind),
             )
-        if self.num_updates or self.average._starts_from_initial:
+        if self.counts["num_updates"] or self.average._starts_from_initial:
             self._add_trained()
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Update the averages if an update is due."""
-        self.num_steps += 1
-        if not self.average.is_due(self.num_steps):
+        self.counts["num_steps"] += 1
+        if not self.average.is_due(self.counts["num_steps"]):
             return
         self._add_trained()
-        weight = self.average.weight_of_update(self.num_updates)
-        self.num_updates += 1
+        weight = self.average.weight_of_update(self.counts["num_updates"])
+        self.counts["num_updates"] += 1
         grouped: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # one dtype and device for each call
-        for parameter, value in self._values.values():
+        for parameter, value in self.values.items():
             if value is None:
                 continue
             (local,) = local_tensors([parameter])
@@ -426,32 +416,18 @@ class _OptimizerAverage:
     def _add_trained(self) -> None:
         for group in self._engine.parameter_groups(self.optimizer.optimizer):
             for parameter in group:
-                if parameter.requires_grad and id(parameter) not in self._values:
-                    self._values[id(parameter)] = (parameter, self._new_value(parameter))
-
-    def _new_value(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if not self._is_owned(parameter):
-            return None
-        (local,) = local_tensors([parameter])
-        return local.detach().to(_dtype_for(parameter), copy=True)
-
-    def _owner(self, parameter: torch.Tensor) -> int | None:
-        """Return the rank that averages ``parameter``; None if each rank averages its shard, or its copy."""
-        if self._sharded is None or is_dtensor(parameter):  # shards are averaged in place, whoever steps the whole
-            return None
-        return self._sharded.owner(parameter)
+                if parameter.requires_grad and parameter not in self.values:
+                    (local,) = local_tensors([parameter])
+                    is_owned = self._is_owned(parameter)
+                    self.values[parameter] = local.to(_dtype_for(parameter), copy=True) if is_owned else None
 
     def _is_owned(self, parameter: torch.Tensor) -> bool:
-        return self._sharded is None or self._owner(parameter) in (None, self._sharded.rank)
-
-    def own_values(self) -> dict[int, torch.Tensor]:
-        """Return the averages that this rank holds, by the id of the parameter."""
-        return {key: value for key, (_, value) in self._values.items() if value is not None}
+        return self._owners is None or self._owners.owner(parameter) == self._owners.rank
 
     def load(self, counters: Sequence[int], number: int, read: Callable[[int, int, bool], torch.Tensor | None]) -> None:
         """Replace the averages by those of a checkpoint. See ``WeightAverage.load``."""
-        self.num_steps, self.num_updates = counters
-        self._values.clear()
+        self.counts.update(zip(("num_steps", "num_updates"), counters))
+        self.values.clear()
         flat = [p for group in self._engine.parameter_groups(self.optimizer.optimizer) for p in group]
         for i, parameter in enumerate(flat):
             is_owned = self._is_owned(parameter)
@@ -459,20 +435,18 @@ class _OptimizerAverage:
             if saved is None:
                 continue
             (local,) = local_tensors([parameter])
-            value = saved.to(local.device, _dtype_for(parameter), copy=True) if is_owned else None
-            self._values[id(parameter)] = (parameter, value)
+            self.values[parameter] = saved.to(local.device, _dtype_for(parameter), copy=True) if is_owned else None
 
     @torch.no_grad()
     def apply(self) -> None:
         """Give the parameters their averages. Collective if each rank owns some of them."""
-        for parameter, value in self._values.values():
+        for parameter, value in self.values.items():
             (local,) = local_tensors([parameter])
             self.restored.append((local, local.clone()))
             if value is not None:
                 local.copy_(value)
-            owner = self._owner(parameter)
-            if owner is not None:
-                dist.broadcast(local, src=owner)
+            if self._owners is not None:
+                dist.broadcast(local, src=self._owners.owner(parameter))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -484,4 +458,4 @@ class _OptimizerAverage:
 
 def _dtype_for(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype of the average: in the dtype of low-precision weights, small differences would be lost."""
-    return torch.float32 if parameter.dtype in _LOW else parameter.dtype
+    return torch.float32 if parameter.dtype in LOW_PRECISION else parameter.dtype

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim import Optimizer
 
 from echelon.base.errors import UsageError
+
+
+@runtime_checkable
+class ShardsState(Protocol):
+    """An optimizer that shards its state by parameter (ZeRO-1, and optimizers of whole matrices under FSDP2)."""
+
+    rank: int
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state dict in torch's format with only this rank's part of the state."""
+        ...
+
+    def owner(self, parameter: torch.Tensor) -> int | None:
+        """Return the rank that holds the whole state of ``parameter``; None if each rank has a part, as of the parameter."""
+        ...
 
 
 def copy_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:

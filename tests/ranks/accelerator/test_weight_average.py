@@ -231,7 +231,7 @@ def _num_stored(engine: str) -> tuple[int, int]:
     ((_, averages),) = ema.parts()
     state = optimizer.optimizer.state.values()
     local = [getattr(s["exp_avg"], "_local_tensor", s["exp_avg"]) for s in state if "exp_avg" in s]
-    return sum(value.numel() for value in averages.values()), sum(value.numel() for value in local)
+    return sum(value.numel() for value in averages.values() if value is not None), sum(value.numel() for value in local)
 
 
 @pytest.mark.parametrize(("engine", "is_divided"), [("ddp", False), ("zero1", True), ("fsdp2", True)])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import Accelerator, ParallelismConfig
+from echelon import EMA, Accelerator, ParallelismConfig
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.utils import TorchTensorParallelConfig
@@ -214,6 +214,22 @@ _QUICK = {"zero1 3", "fsdp2 3", "shard 2 x tp 2"}
 def test_muon_equals_its_formula_on_every_layout(layout: str) -> None:
     for weights in run_on_ranks(_trained, layout, world_size=_LAYOUTS[layout][0])[0]:
         _assert_close(weights, _by_formula())
+
+
+def _averaged(layout: str) -> Weights:
+    accelerator, model, optimizers = _prepared(layout, "one class")
+    average = accelerator.prepare(EMA(0.5))
+    train_prepared(accelerator, model, optimizers[0], _own(_batches(), layout))
+    with average.average_parameters():
+        return {name: value.clone() for name, value in (accelerator.get_state_dict(model) or {}).items()}
+
+
+@pytest.mark.parametrize("layout", ["zero1 3", "fsdp2 3"])
+def test_averages_of_weights_are_those_of_the_formula(layout: str) -> None:
+    expected = {name: value.detach() for name, value in _net().named_parameters()}
+    for step in range(1, _NUM_UPDATES + 1):
+        expected = {name: 0.5 * expected[name] + 0.5 * value for name, value in _by_formula(step).items()}
+    _assert_close(run_on_ranks(_averaged, layout, world_size=_LAYOUTS[layout][0])[0], expected)
 
 
 # ---- bitwise ---------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_low_precision_weights_are_averaged_in_float32() -> None:
         expected = [0.999 * a + 0.001 * p.detach().float() for a, p in zip(expected, model.parameters())]
     ((_, values),) = ema.parts()
     for parameter, reference in zip(model.parameters(), expected):
-        torch.testing.assert_close(values[id(parameter)], reference, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(values[parameter], reference, rtol=1e-6, atol=1e-7)
     before = _copy(model.parameters())
     with ema.average_parameters():
         assert all(torch.equal(p, value.bfloat16()) for p, value in zip(model.parameters(), expected))

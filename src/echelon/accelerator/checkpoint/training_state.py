@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,27 +43,13 @@ from echelon.data.loader import PreparedLoader
 from echelon.distributed.tree import leaves
 from echelon.engines.base import Engine
 from echelon.engines.fsdp.pipeline_state import group_names
+from echelon.engines.optimizer_copy import ShardsState
 from echelon.engines.quantized_weights import flat_state
 from echelon.engines.shards import address_of, local_as, local_tensors, shard_like
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
 
 _AT_ONCE_BYTES = 1 << 30
 """Maximum size of the weights that loading keeps in host memory at once, in addition to one module."""
-
-
-@runtime_checkable
-class _ShardsState(Protocol):
-    """An optimizer that shards its state by parameter (ZeRO-1, and optimizers of whole matrices under FSDP2)."""
-
-    rank: int
-
-    def own_state(self) -> dict[str, Any]:
-        """Return the state dict in torch's format with only this rank's part of the state."""
-        ...
-
-    def owner(self, parameter: torch.Tensor) -> int | None:
-        """Return the rank that holds the whole state of ``parameter``; None if each rank has a part, as of the parameter."""
-        ...
 
 
 def content_of(
@@ -426,7 +412,7 @@ def _own_state(optimizer: NamedOptimizer) -> tuple[dict[str, Mapping[str, Any]],
             do="use an optimizer whose state has ordinary tensors (AdamW, or the 8-bit optimizers of bitsandbytes), or save only the "
             "weights, with save_model()",
         )
-    rest = rest_of_state(inner.own_state() if isinstance(inner, _ShardsState) else inner.state_dict())
+    rest = rest_of_state(inner.own_state() if isinstance(inner, ShardsState) else inner.state_dict())
     if any(is_dtensor(value) for value in leaves(rest)):
         raise UsageError(
             f"the state of {type(inner).__name__} has sharded tensors that do not belong to one of its parameters: "
@@ -445,7 +431,7 @@ def _load_optimizer(
     rest: Mapping[str, Any],
 ) -> None:
     inner = optimizer.inner
-    owners = [inner.owner(p) if isinstance(inner, _ShardsState) else None for _, p in optimizer.parameters]
+    owners = [inner.owner(p) if isinstance(inner, ShardsState) else None for _, p in optimizer.parameters]
     wanted = [
         (number, name, parameter)
         for number, ((name, parameter), owner) in enumerate(zip(optimizer.parameters, owners))
@@ -509,9 +495,9 @@ def _averages(session: Session, names: Mapping[int, str], own: Mapping[int, str]
             number = session.objects.optimizers.index(prepared)
             named = NamedOptimizer.of(prepared, names, session.engine)
             found |= {
-                average_name(i, number, each): local_as(values[id(parameter)], parameter)
+                average_name(i, number, each): local_as(value, parameter)
                 for name, parameter in named.parameters
-                if id(parameter) in values
+                if (value := values.get(parameter)) is not None
                 for each in (name, own.get(id(parameter), name))
             }
     return found
