@@ -172,6 +172,30 @@ def test_the_weights_are_those_of_data_without_the_bad_batches(
         assert one["steps"] == (len(good), len(good))
 
 
+@pytest.mark.parametrize(
+    ("average", "options"),
+    [
+        ({"ema_decay": 0.7}, {"fsdp": "full_shard", "fsdp_config": {"version": 2}}),
+        ({"swa_start": 20}, {"engine": "zero1"}),  # the step that is undone
+    ],
+)
+def test_the_average_of_the_weights_does_not_contain_a_step_that_was_undone(
+    tmp_path: Path, average: dict[str, Any], options: dict[str, Any]
+) -> None:
+    bad = (NAN, HIGH, POISON)
+    rows, good = _rows(bad)
+    history = [_plain(rows, good[:step])[0].state_dict()["layer.weight"] for step in range(len(good) + 1)]
+    expected = history[0]
+    for weight in history[1:]:
+        expected = 0.7 * expected + 0.3 * weight
+    if "swa_start" in average:
+        expected = torch.stack(history[20:]).mean(0)
+    found = run_on_ranks(
+        _train, str(tmp_path), "rollback", bad, "exact", 1, {"size": 3, **average, **options}, world_size=2
+    )
+    torch.testing.assert_close(found[0]["weights"]["layer.weight"], expected, rtol=1e-12, atol=1e-13)
+
+
 def test_random_numbers_of_dropped_updates_are_drawn_again(tmp_path: Path) -> None:
     """Dropout masks are those of a run whose data never held the batches."""
     bad, options = (HIGH, POISON), {"size": 3, "engine": "ddp", "dropout": 0.2}

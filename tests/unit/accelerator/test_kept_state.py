@@ -36,7 +36,7 @@ def test_the_kept_state_and_the_current_one_change_places(kind: str, num_steps: 
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     else:
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-    prepared: Any = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
+    prepared: Any = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups, averages=[])
     kept = KeptState(SimpleNamespace(optimizers=[prepared]))  # type: ignore[arg-type]
     assert not kept.is_there
     for _ in range(num_steps):

@@ -1,4 +1,4 @@
-"""Copies of weights, optimizer states and buffers in memory, to return to a state before an optimizer step."""
+"""Copies of weights, their averages, optimizer states and buffers in memory, to return to a state before an optimizer step."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 from torch.optim import Optimizer
 
 from echelon.accelerator.prepared_objects import PreparedObjects
-from echelon.base.sharded import is_dtensor
+from echelon.engines.shards import local_tensors
 
 _MISSING: Any = object()
 
 
 class KeptState:
-    """One earlier state of the trained parameters and of the optimizers: this rank's part of both.
+    """One earlier state of the trained parameters, of their averages and of the optimizers: this rank's part of each.
 
-    It occupies as much memory of the same devices as the parameters and the optimizer states of this rank together.
+    It occupies as much memory of the same devices as these of this rank together.
     """
 
     def __init__(self, objects: PreparedObjects) -> None:
         self._objects = objects
         self._weights: dict[Any, Any] = {}
+        self._averages: list[dict[Any, Any]] = []
         self._optimizers: list[tuple[dict[Any, Any], list[dict[Any, Any]]]] = []
 
     @property
@@ -37,6 +38,10 @@ class KeptState:
         inner = self._inner()
         self._optimizers += [({}, []) for _ in inner[len(self._optimizers) :]]
         _copy_into(self._weights, self._live_weights())
+        averages = self._live_averages()
+        self._averages += [{} for _ in averages[len(self._averages) :]]
+        for kept, average in zip(self._averages, averages):
+            _copy_into(kept, average)
         for optimizer, (states, groups) in zip(inner, self._optimizers):
             for key in [key for key in states if key not in optimizer.state]:
                 del states[key]
@@ -53,6 +58,8 @@ class KeptState:
     def swap(self) -> None:
         """Exchange the current state with the copy. A second call undoes this."""
         _exchange(self._live_weights(), self._weights)
+        for average, kept in zip(self._live_averages(), self._averages):
+            _exchange(average, kept)
         for optimizer, (states, groups) in zip(self._inner(), self._optimizers):
             for key in {*states, *optimizer.state}:
                 if isinstance(optimizer.state.get(key), MutableMapping) and isinstance(states.get(key), MutableMapping):
@@ -69,6 +76,10 @@ class KeptState:
 
     def _live_weights(self) -> dict[Any, Any]:
         return {p: p for o in self._objects.optimizers for g in o.param_groups for p in g["params"]}
+
+    def _live_averages(self) -> list[dict[Any, Any]]:
+        parts = [average for optimizer in self._objects.optimizers for average in optimizer.averages]
+        return [mapping for part in parts for mapping in (part.values, part.counts)]
 
 
 def copy_buffers(objects: PreparedObjects) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -88,11 +99,6 @@ def _settings(group: dict[str, Any]) -> dict[Any, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # Operations on shards are faster than those on DTensors, and never communicate.
-    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
-
-
 def _are_alike(one: Any, other: Any) -> bool:
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
@@ -105,7 +111,9 @@ def _copy_into(kept: dict[Any, Any], live: Any) -> None:
     for name, value in live.items():
         before: Any = kept.get(name)
         if _are_alike(before, value):
-            _local(before).copy_(_local(value))
+            # Operations on shards are faster than those on DTensors, and never communicate.
+            target, source = local_tensors([before, value])
+            target.copy_(source)
         else:
             kept[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
@@ -115,7 +123,7 @@ def _exchange(live: Any, kept: dict[Any, Any]) -> None:
     for name in {*live, *kept}:
         one, other = live.get(name, _MISSING), kept.get(name, _MISSING)
         if _are_alike(one, other):
-            one, other = _local(one), _local(other)
+            one, other = local_tensors([one, other])
             before = one.clone()
             one.copy_(other)
             other.copy_(before)
