@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterable, Iterator
+import traceback
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -52,16 +54,16 @@ class _Held:
     name: str = ""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
     """Bytes of each kind on this rank; those of optimizer states are estimated before the first step."""
 
-    weights: int = 0
-    gradients: int = 0
-    states: int = 0
-    others: int = 0
-    largest_other: int = 0
-    requested: int = 0
+    weights: int
+    gradients: int
+    states: int
+    others: int
+    largest_other: int
+    requested: int
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -84,10 +86,12 @@ def explain_out_of_memory(error: BaseException) -> MemoryReport | None:
     held = _living_tensors()
     for one in sessions:
         _name_prepared(held, one)
-    frames = list(_frames(error))
+    frames = [frame for frame, _line in traceback.walk_tb(error.__traceback__)]
     for frame in frames:
         _name_locals(held, frame)
-    sizes = _sizes(held.values(), requested=_requested(error), session=session, frames=frames)
+    found = _REQUEST.search(str(error))
+    requested = 0 if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
+    sizes = _sizes(held.values(), requested=requested, session=session, frames=frames)
     place = _failing_place(frames, sessions)
     if isinstance(error, MemoryError):
         advice = _(
@@ -162,13 +166,6 @@ def _name_prepared(held: dict[int, _Held], session: Session) -> None:
                 _name(held, value, _STATES, _("optimizer state {key} of {name}", key=key, name=of))
 
 
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
-
-
 def _name_locals(held: dict[int, _Held], frame: FrameType) -> None:
     """Name the tensors of a function's variables by the variable, and the line that the function was executing."""
     code = frame.f_code
@@ -183,34 +180,29 @@ def _name_locals(held: dict[int, _Held], frame: FrameType) -> None:
             _name(held, item, _OTHERS, _("{variable} in {where}", variable=text, where=where))
 
 
-def _requested(error: BaseException) -> int:
-    found = _REQUEST.search(str(error))
-    return 0 if found is None else int(float(found[1]) * _UNITS[found[2].lower()])
-
-
-def _sizes(held: Iterable[_Held], *, requested: int, session: Session | None, frames: list[FrameType]) -> _Sizes:
-    sizes = _Sizes(requested=requested)
+def _sizes(held: Collection[_Held], *, requested: int, session: Session | None, frames: list[FrameType]) -> _Sizes:
+    total: Counter[str] = Counter()
     for one in held:
-        if one.kind == _WEIGHTS:
-            sizes.weights += one.num_bytes
-        elif one.kind == _GRADIENTS:
-            sizes.gradients += one.num_bytes
-        elif one.kind == _STATES:
-            sizes.states += one.num_bytes
-        else:
-            sizes.others += one.num_bytes
-            sizes.largest_other = max(sizes.largest_other, one.num_bytes)
+        total[one.kind] += one.num_bytes
+    largest_other = max((one.num_bytes for one in held if one.kind == _OTHERS), default=0)
     device = torch.device("cpu") if session is None else session.world.device
-    named = sizes.weights + sizes.gradients + sizes.states
     module: Any = torch.get_device_module(device)
     if hasattr(module, "memory_allocated"):  # autograd's tensors are allocated, but have no Python object
-        sizes.others = max(sizes.others, module.memory_allocated(device) - named)
+        named = total[_WEIGHTS] + total[_GRADIENTS] + total[_STATES]
+        total[_OTHERS] = max(total[_OTHERS], module.memory_allocated(device) - named)
     if any("torch/optim/" in frame.f_code.co_filename for frame in frames):
-        sizes.states += requested  # the optimizer creates its state in its first step
+        total[_STATES] += requested  # the optimizer creates its state in its first step
     else:
-        sizes.others += requested
-        sizes.largest_other = max(sizes.largest_other, requested)
-    return sizes
+        total[_OTHERS] += requested
+        largest_other = max(largest_other, requested)
+    return _Sizes(
+        weights=total[_WEIGHTS],
+        gradients=total[_GRADIENTS],
+        states=total[_STATES],
+        others=total[_OTHERS],
+        largest_other=largest_other,
+        requested=requested,
+    )
 
 
 # ---- what it means ---------------------------------------------------------------------------------------------------
@@ -284,7 +276,10 @@ def _sharding(sizes: _Sizes, session: Session) -> Iterator[tuple[float, str]]:
 
 
 def _is_checkpointed(session: Session) -> bool:
-    if session.fsdp_plugin is not None and session.fsdp_plugin.activation_checkpointing:
+    plugin = session.fsdp_plugin
+    if session.config.value.activation_checkpointing != "none":
+        return True
+    if plugin is not None and plugin.activation_checkpointing:
         return True
     modules = [session.engine.unwrap(model) for model in session.objects.models]
     return any(getattr(module, name, False) for module in modules for name in _CHECKPOINTED)

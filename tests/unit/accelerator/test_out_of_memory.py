@@ -32,12 +32,12 @@ class _Full(nn.Module):
         raise RuntimeError(f"{self.text}{len(hidden) * 0 or ''}")
 
 
-def _explain(model: nn.Module, error: type[BaseException] = RuntimeError) -> MemoryReport | None:
-    accelerator = Accelerator(cpu=True)
+def _explain(model: nn.Module, **options: Any) -> MemoryReport | None:
+    accelerator = Accelerator(cpu=True, **options)
     prepared, _optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     try:
         prepared(torch.zeros(2, 1000))
-    except error as raised:
+    except RuntimeError as raised:
         return explain_out_of_memory(raised)
     raise AssertionError
 
@@ -57,6 +57,13 @@ def test_the_switch_follows_from_what_fills_the_memory(
     report = _explain(_Full(text, sizes, checkpointed))
     assert report is not None
     assert report.advice.startswith(advice)
+
+
+def test_activation_checkpointing_that_is_on_is_not_recommended() -> None:
+    options = {"activation_checkpointing": "full", "activation_checkpointing_blocks": "Linear"}
+    report = _explain(_Full(CPU, [2**20] * 8), **options)
+    assert report is not None
+    assert report.advice.startswith("a micro-batch of half the size")
 
 
 def test_tensors_are_named_by_weight_or_by_variable_and_line() -> None:
