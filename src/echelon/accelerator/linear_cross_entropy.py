@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import Function
 
+from echelon.accelerator.master_weights import LOW_PRECISION
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.sharded import is_dtensor
-
-_LOW = (torch.bfloat16, torch.float16)
 
 
 def linear_cross_entropy(
@@ -83,7 +82,7 @@ def _sum(
 ) -> torch.Tensor:
     library: Any = getattr(F, "linear_cross_entropy", None)
     # That of torch 2.13 rounds the loss to the dtype of the logits, and computes the whole logits for label smoothing.
-    if library is None or label_smoothing or hidden.dtype in _LOW:
+    if library is None or label_smoothing or hidden.dtype in LOW_PRECISION:
         total: torch.Tensor = _ChunkedSum.apply(hidden, weight, bias, target, chunk_size, ignore_index, label_smoothing)  # type: ignore[no-untyped-call]
         return total
     options: Any = torch.nn
@@ -117,7 +116,7 @@ class _ChunkedSum(Function):
         """Compute the sum and, if they are needed, the gradients of ``hidden``, ``weight`` and ``bias``."""
         inputs = (hidden, weight, bias)
         needed = [value is not None and value.requires_grad for value in inputs]
-        wide = torch.float32 if hidden.dtype in _LOW else hidden.dtype
+        wide = torch.float32 if hidden.dtype in LOW_PRECISION else hidden.dtype
         total = hidden.new_zeros((), dtype=wide)
         # Sums over the chunks are as wide as the losses.
         found = [torch.zeros_like(v, dtype=wide) if v is not None and n else None for v, n in zip(inputs, needed)]

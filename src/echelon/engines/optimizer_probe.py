@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,10 +17,11 @@ import torch
 from torch.optim import Optimizer
 
 from echelon.base.messages.translation import gettext as _
-from echelon.base.sharded import is_dtensor
 from echelon.base.warnings import warn
+from echelon.distributed.tree import leaves
 from echelon.engines.optimizer_copy import attribute_with_parameters, copy_optimizer
 from echelon.engines.random_numbers import restore_states, save_states
+from echelon.engines.shards import local_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh  # slow to import
@@ -239,12 +241,12 @@ class _Trial:
                 set_gradients = _closure_for(trained, tensors, now)
                 set_gradients()
                 step(optimizer, set_gradients) if needs_closure else step(optimizer)
-        changes = [[_local(new.detach() - old) for new, old in zip(*pair)] for pair in zip(trained, tensors)]
+        changes = [local_tensors(new.detach() - old for new, old in zip(*pair)) for pair in zip(trained, tensors)]
         largest = [float(one.abs().max()) for group in changes for one in group if one.numel()]
-        if not all(map(_is_positive, largest)):
+        if not all(0.0 < change < math.inf for change in largest):
             raise ProbeError("its steps changed nothing, or gave infinite values")
         for number, group in enumerate(trained):
-            regular = [all(map(partial(_is_regular, one), _leaves(optimizer.state.get(one, {})))) for one in group]
+            regular = [all(map(partial(_is_regular, one), leaves(optimizer.state.get(one, {})))) for one in group]
             self.has_irregular_state[number] |= not all(regular)
         return [_Outcome(own, _numbers_in(group)) for own, group in zip(changes, optimizer.param_groups, strict=True)]
 
@@ -311,10 +313,6 @@ def _halves(groups: _Tensors, dim: int, number: int) -> _Tensors:
     return [[tensor.chunk(2, dim)[number].contiguous() for tensor in group] for group in groups]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def _are_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
     return all(
         float((one - other).abs().max()) <= _TOLERANCE * float(other.abs().max())
@@ -322,20 +320,7 @@ def _are_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) 
     )
 
 
-def _is_positive(number: float) -> bool:
-    return 0.0 < number < float("inf")
-
-
 def _is_regular(parameter: torch.Tensor, value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 or value.shape == parameter.shape
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in nested dicts, lists and tuples."""
-    if isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(item)
-    else:
-        yield value

@@ -53,7 +53,7 @@ def unshardable_parameters(model: nn.Module, param_dtype: torch.dtype | None) ->
         for name, parameter in model.named_parameters()
         if wrapped_tensors(parameter) or _is_a(parameter, "Params4bit", "Int8Params")
     }
-    for name, layer in _layers(model, "Linear4bit"):
+    for name, layer in bitsandbytes_layers(model, "Linear4bit"):
         weight = layer.weight
         is_cast = weight.is_floating_point() and param_dtype not in (None, weight.dtype)
         if not is_cast:
@@ -63,7 +63,7 @@ def unshardable_parameters(model: nn.Module, param_dtype: torch.dtype | None) ->
 
 def require_scales(model: nn.Module) -> None:
     """Raise UsageError if 4-bit weights have no values: their scales cannot be sent from rank zero."""
-    for name, layer in _layers(model, "Linear4bit"):
+    for name, layer in bitsandbytes_layers(model, "Linear4bit"):
         if layer.weight.is_meta:
             raise UsageError(
                 f"{name}.weight of {type(model).__name__} is quantized and on the meta device, without its scales",
@@ -74,7 +74,7 @@ def require_scales(model: nn.Module) -> None:
 
 def add_scales(model: nn.Module, state: dict[str, Any]) -> None:
     """Add to a state dict the scales that bitsandbytes leaves out because ``fully_shard`` has replaced its parameters."""
-    for name, layer in _layers(model, "Linear4bit"):
+    for name, layer in bitsandbytes_layers(model, "Linear4bit"):
         prefix = f"{name}.weight" if name else "weight"
         if prefix in state and layer.quant_state is not None:
             for key, value in layer.quant_state.as_dict(packed=True).items():
@@ -99,7 +99,7 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def load_quantized(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Load the scales and wrapped tensors in ``state`` into ``model``; return what its ``load_state_dict`` accepts."""
     left = dict(state)
-    for name, layer in _layers(model, "Linear4bit"):
+    for name, layer in bitsandbytes_layers(model, "Linear4bit"):
         prefix = f"{name}.weight." if name else "weight."
         scales = {key.removeprefix(prefix): left.pop(key) for key in list(left) if key.startswith(prefix)}
         scales = {
@@ -111,7 +111,7 @@ def load_quantized(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
             layer.quant_state = loaded
             if not is_dtensor(layer.weight):
                 layer.weight.quant_state = loaded
-    for name, layer in _layers(model, "Linear8bitLt"):
+    for name, layer in bitsandbytes_layers(model, "Linear8bitLt"):
         prefix = f"{name}." if name else ""
         scales = left.pop(f"{prefix}SCB", None)
         left.pop(f"{prefix}weight_format", None)
@@ -133,7 +133,8 @@ def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
         yield from wrapped_tensors(tensor).values() or [tensor]
 
 
-def _layers(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+def bitsandbytes_layers(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+    """Yield the layers of bitsandbytes' class ``kind`` in ``model``, with their names."""
     library = sys.modules.get("bitsandbytes")
     if library is not None:
         cls = getattr(library.nn, kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from echelon.base.warnings import warn
 from echelon.big_models.set_tensor import as_device
 from echelon.big_models.tied_parameters import find_tied_parameters
 from echelon.compat.enums import CustomDtype
+from echelon.engines.quantized_weights import bitsandbytes_layers
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -143,8 +143,7 @@ def load_and_quantize_model(
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
     """Return whether ``model`` has 4-bit layers of bitsandbytes."""
-    layers = sys.modules.get("bitsandbytes.nn")
-    return layers is not None and any(isinstance(module, layers.Linear4bit) for module in model.modules())
+    return any(True for _ in bitsandbytes_layers(model, "Linear4bit"))
 
 
 def _quantized(layer: nn.Linear, config: BnbQuantizationConfig, layers: Any) -> nn.Module:
