@@ -159,6 +159,11 @@ def _name_prepared(held: dict[int, _Held], session: Session) -> None:
             _name(held, parameter.grad, _GRADIENTS, _("gradient of {name}", name=name))
         for name, buffer in plain.named_buffers():
             _name(held, buffer, _WEIGHTS, _("buffer {name}", name=name))
+    for average in session.objects.averages:
+        for _optimizer, values in average.parts():
+            for parameter, value in values.items():
+                of = names.get(id(parameter), "")
+                _name(held, value, _WEIGHTS, _("average of {name}", name=of))
     for optimizer in session.objects.optimizers:
         for parameter, state in optimizer.state.items():
             of = names.get(id(parameter), "")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import Accelerator
+from echelon import EMA, Accelerator
 from echelon.accelerator.out_of_memory import MemoryReport, explain_out_of_memory
 from echelon.trainer import Trainer
 from tests.trainer_models import Net, arguments, net_data
@@ -79,6 +79,18 @@ def test_tensors_are_named_by_weight_or_by_variable_and_line() -> None:
     ):
         assert text in lines
     assert lines[-2].startswith("  weights ")
+
+
+def test_averages_of_the_weights_are_no_activations() -> None:
+    accelerator, model = Accelerator(cpu=True), _Full(CPU, [])
+    model, optimizer, _average = accelerator.prepare(model, torch.optim.SGD(model.parameters()), EMA())
+    accelerator.backward(model.layer(torch.ones(1, 1000)).sum())
+    optimizer.step()
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.zeros(2, 1000))
+    assert "       3.8 MiB  average of layer.weight  [1000, 1000] float32 cpu" in str(
+        explain_out_of_memory(raised.value)
+    )
 
 
 def test_other_errors_have_no_report() -> None:
