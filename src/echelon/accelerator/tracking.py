@@ -14,7 +14,7 @@ from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig, field_names
 from echelon.config.variables import library_variable as library_variable
 from echelon.distributed.record.recorder import recorder_of_process
-from echelon.status.hyperparameters import Group, plain_hyperparameters
+from echelon.status.hyperparameters import Group
 from echelon.trackers.base import GeneralTracker
 from echelon.trackers.jsonl import JSONLTracker
 from echelon.trackers.registry import filter_trackers, tracker_class
@@ -158,7 +158,7 @@ def record_hyperparameters(group: Group, values: Mapping[str, Any], *, defaults:
     """Record values of any types in the run's folder, on rank zero; see ``ProcessRecorder.log_hyperparameters``."""
     recorder = recorder_of_process()
     if recorder is not None:
-        recorder.log_hyperparameters(group, plain_hyperparameters(values), defaults=defaults)
+        recorder.log_hyperparameters(group, values, defaults=defaults)
 
 
 def record_settings(config: Resolved[RunConfig], *, engine: str, accumulation: int) -> None:

@@ -198,7 +198,9 @@ class UpdatePolicy:
             driver.before_backward()
         self._backpropagate(loss, scale, kwargs, num_items)
         if self.spikes is not None and not state.in_closure:
-            self.spikes.add_loss(loss, _num_items_of(contribution) if num_items is None else num_items)
+            if num_items is None and contribution is not None:
+                num_items = contribution.num_items
+            self.spikes.add_loss(loss, num_items)
         if driver is not None:
             driver.after_backward()
         if factor != 1.0:
@@ -380,10 +382,6 @@ class UpdatePolicy:
         """Compare with what ``record`` returned when ``folder`` was saved, in any mode."""
         if self.driver is not None and self.driver.split.environment is not None and saved:
             self.driver.split.environment.require(saved, folder)
-
-
-def _num_items_of(contribution: Contribution | None) -> float | None:
-    return None if contribution is None else contribution.num_items
 
 
 def _as_iterable(parameters: Any, operation: str) -> Iterable[torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echelon.distributed.record.recorder import recorder_of_process
-from echelon.status.hyperparameters import checked_hyperparameters, plain_hyperparameters
+from echelon.status.hyperparameters import checked_hyperparameters
 
 
 def log(values: Mapping[str, Any], step: int | None = None) -> None:
@@ -51,4 +51,4 @@ def record_object(kind: str, facts: Mapping[str, Any], defaults: Sequence[str] =
     """Record the facts of an optimizer, a model or a loader; a second of its kind is named ``kind 2``."""
     recorder = recorder_of_process()
     if recorder is not None:
-        recorder.add_object(kind, plain_hyperparameters(facts), defaults)
+        recorder.add_object(kind, facts, defaults)

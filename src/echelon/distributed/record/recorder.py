@@ -239,24 +239,28 @@ class ProcessRecorder:
 
         Args:
             group: who named the values.
-            values: JSON values without secrets.
+            values: values of any types; what JSON does not have becomes text, and secrets are hidden.
             defaults: names of values that are the defaults; those of nested values are joined with dots.
         """
         if known_rank() in (None, 0):
-            line = {"group": group, "values": values, **({"defaults": [*defaults]} if defaults else {})}
+            line = {
+                "group": group,
+                "values": plain_hyperparameters(values),
+                **({"defaults": [*defaults]} if defaults else {}),
+            }
             self._write(HYPERPARAMETERS_FILE, line)
 
-    def add_object(self, kind: str, facts: dict[str, Any], defaults: Sequence[str] = ()) -> None:
+    def add_object(self, kind: str, facts: Mapping[str, Any], defaults: Sequence[str] = ()) -> None:
         """Record, on rank 0, the facts of an optimizer, a model or a loader, unless equal ones have been recorded.
 
         A program that makes new objects again and again, as a search for hyperparameters does, has its first ones recorded.
         """
-        known = self._objects.setdefault(kind, [])
-        if facts in known or len(known) >= _MAX_OBJECTS:
+        known, plain = self._objects.setdefault(kind, []), plain_hyperparameters(facts)
+        if plain in known or len(known) >= _MAX_OBJECTS:
             return
-        known.append(facts)
+        known.append(plain)
         name = kind if len(known) == 1 else f"{kind} {len(known)}"
-        self.log_hyperparameters("training", {name: facts}, defaults=[f"{name}.{fact}" for fact in defaults])
+        self.log_hyperparameters("training", {name: plain}, defaults=[f"{name}.{fact}" for fact in defaults])
 
     def checkpoint(self, path: Path, *, step: int | None, duration_s: float) -> None:
         """Record that the run's state at ``step`` has been saved. Called on rank 0, possibly in a thread."""
@@ -339,9 +343,7 @@ class _PlainSteps:
         if number == 1:
             trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
             facts, defaults = optimizer_facts(optimizer)
-            self._recorder.add_object(
-                "optimizer", plain_hyperparameters({**facts, **parameter_counts(trained)}), defaults
-            )
+            self._recorder.add_object("optimizer", {**facts, **parameter_counts(trained)}, defaults)
         self._recorder.step(number, optimizer)
 
 
