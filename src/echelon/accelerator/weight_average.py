@@ -41,7 +41,7 @@ class WeightAverage(ABC):
     def __init__(self, *, every: int) -> None:
         self._require_count("every", every)
         self.every = every
-        self._parts: list[OptimizerAverage] = []
+        self._parts: list[_OptimizerAverage] = []
         self._engine: Engine | None = None
         self._is_applied = False
 
@@ -168,7 +168,7 @@ class WeightAverage(ABC):
                 )
         self._engine = engine
         for optimizer in optimizers:
-            part = OptimizerAverage(self, optimizer, engine)
+            part = _OptimizerAverage(self, optimizer, engine)
             optimizer.averages.append(part)
             self._parts.append(part)
 
@@ -353,7 +353,7 @@ class SWA(WeightAverage):
         return {"start": self.start, "every": self.every}
 
 
-class OptimizerAverage:
+class _OptimizerAverage:
     """The averages of one optimizer's parameters, as far as this rank holds them."""
 
     def __init__(self, average: WeightAverage, optimizer: AcceleratedOptimizer, engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -22,11 +22,26 @@ from echelon.status.board import Phase
 from echelon.status.notes import notes_of_process
 from echelon.world.world import World
 
-if TYPE_CHECKING:  # both import this module
-    from echelon.accelerator.update.spike_guard import SpikeGuard
-    from echelon.accelerator.weight_average import OptimizerAverage
-
 _OPTIMIZER, _TRAIN = Phase.OPTIMIZER, Phase.TRAIN  # looking up a member of an enum takes a tenth of a microsecond
+
+
+class StepCheck(Protocol):
+    """Decides whether the update whose gradients have been computed is applied (``spike_guard``)."""
+
+    def allows_step(self, optimizer: Optimizer, *, unsynced: bool) -> bool:
+        """Return whether ``optimizer`` may step. Collective: call on every rank."""
+        ...
+
+
+class StepObserver(Protocol):
+    """What follows the steps of an optimizer (``weight_average.py``), and its state, which a step that is undone restores."""
+
+    values: dict[torch.Tensor, torch.Tensor | None]
+    counts: dict[str, int]
+
+    def before_step(self) -> None: ...
+
+    def after_step(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +72,7 @@ class AcceleratedOptimizer(Optimizer):
         guard: UnpreparedOptimizerGuard | None = None,
         world: World | None = None,
         direct_backward: DirectBackwardCheck | None = None,
-        spikes: SpikeGuard | None = None,
+        spikes: StepCheck | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups, state and hooks belong to the wrapped optimizer.
         self.optimizer = optimizer
@@ -81,7 +96,7 @@ class AcceleratedOptimizer(Optimizer):
         self._recorder = recorder_of_process()
         if self._recorder is not None:
             self._recorder.leave_to_accelerator()
-        self.averages: list[OptimizerAverage] = []
+        self.averages: list[StepObserver] = []
         """The averages of the weights that each step updates (``EMA``, ``SWA``)."""
         self.num_postponed = 0
         """Number of ``step`` calls that were postponed to the end of an accumulation window."""
