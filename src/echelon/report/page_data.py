@@ -192,7 +192,9 @@ def _series(
     for name, column in known.items():
         if np.isnan(column).all():
             del found[name]
-            if name != "loss" or "loss" not in metric_names:
+            if name == "loss" and series.not_finite_from is not None:
+                missing[name] = _("All losses are nan or infinite.")
+            elif name != "loss" or "loss" not in metric_names:
                 missing[name] = _(_WHY_MISSING[name])
     if np.isnan(series.memory_mb).all():
         missing["memory"] = _(_WHY_MISSING["memory"])

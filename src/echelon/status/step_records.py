@@ -37,6 +37,7 @@ RECORD_FORMAT = "<QIIddddQd8Q"
 _RECORD = struct.Struct(RECORD_FORMAT)
 _TIME = struct.Struct("<Q")
 _AFTER_TIME = struct.Struct("<IIddddQd8Q")
+_STEP = struct.Struct("<I")
 _LOSS = struct.Struct("<Id")
 _LOSS_AT = 12
 _NORM = struct.Struct("<d")
@@ -119,6 +120,8 @@ class StepRecorder:
         """Norm of the gradients of the current step."""
         self.memory_mb = _NAN
         """Memory in use."""
+        self.first_bad_loss: tuple[int, float] | None = None
+        """The step and the value of the first loss that is nan or infinite."""
         self.before_merge: Callable[[], None] | None = None
         """Called before records are merged, to fill in the losses that are still on a device."""
 
@@ -150,8 +153,11 @@ class StepRecorder:
         if self._offset == self._end and not self._make_room():
             return 0
         number, place, memory = self.num_losses, self._offset, self._memory
+        loss = self.loss_sum / number if number else _NAN
+        if number and not math.isfinite(loss) and self.first_bad_loss is None:
+            self.first_bad_loss = step, loss
         _AFTER_TIME.pack_into(
-            memory, place + _TIME.size, step, number, self.loss_sum / number if number else _NAN, lr, self.grad_norm,
+            memory, place + _TIME.size, step, number, loss, lr, self.grad_norm,
             self.memory_mb, self.num_samples, self.num_items, *spent_ns,
         )  # fmt: skip
         _TIME.pack_into(memory, place, time.monotonic_ns() - self._began_ns)
@@ -163,6 +169,9 @@ class StepRecorder:
 
     def fill_loss(self, place: int, loss: float, num_losses: int) -> None:
         """Set the loss of a record that was written without it."""
+        if not math.isfinite(loss) and self.first_bad_loss is None:
+            (step,) = _STEP.unpack_from(self._memory, place + _TIME.size)
+            self.first_bad_loss = step, loss
         _LOSS.pack_into(self._memory, place + _LOSS_AT, num_losses, loss)
 
     def fill_norm(self, place: int, grad_norm: float) -> None:

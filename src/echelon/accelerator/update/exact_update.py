@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from echelon.accelerator.agreement import agree_on_models
@@ -576,7 +577,7 @@ class RankSplit:
     def __init__(self, parts: UpdateParts) -> None:
         self._parts = parts
         self._batch_norms: list[_BatchNorm] = []
-        self._warned_of_batch_norm = False
+        self._warned_of_batch_norm = self._told_of_dropout = False
         self._warned_of_postponed_step = self._warned_of_kept_gradients = False
         self._warned_of_changed_parameters = False
 
@@ -611,6 +612,15 @@ class RankSplit:
         seed_ranks_separately(self._parts.data_world)
         modules = [module for model in self._parts.objects.models for module in model.modules()]
         self._batch_norms = [module for module in modules if isinstance(module, _BatchNorm)]
+        num_dropouts = sum(isinstance(module, _DropoutNd) and module.p > 0 and module.training for module in modules)
+        if num_dropouts and self._parts.data_world.world_size > 1 and not self._told_of_dropout:
+            self._told_of_dropout = True
+            text = _(
+                "parity='exact': the model has {number} dropout layer(s), whose masks depend on how the batch is divided: "
+                "runs on different numbers of processes agree in distribution only",
+                number=num_dropouts,
+            )
+            _logger.warning("%s", text)
 
     def begin_micro_step(self, contribution: Contribution, kept: KeptGradients, *, seed: int) -> None:
         """Check whether the statistics of the micro-batch are those of the batch."""

@@ -14,6 +14,8 @@ from echelon.accelerator.update.direct_backward import NO_STEP, DirectBackwardCh
 from echelon.accelerator.update.unprepared_optimizer import UnpreparedOptimizerGuard
 from echelon.accelerator.views import view
 from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
+from echelon.base.warnings import warn
 from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.distributed.record.recorder import recorder_of_process
 from echelon.distributed.uncompiled import uncompiled_methods
@@ -88,6 +90,7 @@ class AcceleratedOptimizer(Optimizer):
         self.unsynced = False
         self.step_was_skipped = False
         """Whether loss scaling skipped the last step because of infinite gradients, or ``spike_guard`` dropped the update."""
+        self._has_checked_gradients = not engine.capabilities.exposes_state
         self._is_used = False  # a step has used the current gradients
         self._is_postponed = False  # a step() was postponed to the end of the window, and so is the next zero_grad()
         self._closures = Closures(gradient_state, world)
@@ -147,6 +150,8 @@ class AcceleratedOptimizer(Optimizer):
                 self.engine.zero_grad(self.optimizer)
             else:
                 self.step_was_skipped = not self._step_by_engine(None)
+                if not self._has_checked_gradients:
+                    self._check_gradients()
         else:
             value = self._step_by(closure)
         if direct is not None:
@@ -162,6 +167,20 @@ class AcceleratedOptimizer(Optimizer):
             self._recorder.step(self.num_steps, self.optimizer)
         self._is_postponed = not self.gradient_state.sync_gradients
         return value
+
+    def _check_gradients(self) -> None:
+        """Warn if the first step finds no gradients at all."""
+        self._has_checked_gradients = True
+        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            return
+        warn(
+            _(
+                "the first step() of {name} finds no gradients, so it changes nothing: the loss was computed by other weights "
+                "than those of the optimizer, for example by a model that was made after prepare(). Use the model that "
+                "prepare() returned",
+                name=type(self.optimizer).__name__,
+            )
+        )
 
     def _postpone(self, closure: Any) -> Any:
         self._require_closures()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
 from echelon.base.device import used_memory_mb
+from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _
 from echelon.base.rank import known_rank
 from echelon.base.warnings import warn_here
@@ -39,6 +40,7 @@ from echelon.status.run_files import (
 from echelon.status.step_records import StepRecorder
 from echelon.world.launch_variables import is_recording_off, recorded_run
 
+_logger = get_logger(__name__)
 _EVERY_NS = 10**9
 _RETRY_NS = 10**8
 _NO_TIMES = (0,) * len(StepPart)
@@ -63,6 +65,7 @@ class ProcessRecorder:
         self._notes: Notes | None = None
         self._device = torch.device("cpu")
         self._is_off = False
+        self._told_of_bad_loss = False
         self._steps_before = self._last = 0
         self._leader: Callable[[], Optimizer | None] = _no_optimizer
         """Returns the optimizer whose steps are recorded."""
@@ -162,10 +165,26 @@ class ProcessRecorder:
             self._next_ns = now + _RETRY_NS
             return
         self._steps.memory_mb = used_memory_mb(self._device)
+        self._tell_of_bad_loss(self._steps)
         try:
             self._run.update()
         except OSError as error:
             self._give_up(error)
+
+    def _tell_of_bad_loss(self, steps: StepRecorder) -> None:
+        """Log the first loss that is nan or infinite once, on rank 0."""
+        if steps.first_bad_loss is None or self._told_of_bad_loss:
+            return
+        self._told_of_bad_loss = True
+        if known_rank() in (None, 0):
+            step, loss = steps.first_bad_loss
+            text = _(
+                "the loss is {loss} at step {step}: look for inputs that are nan or infinite, divisions "
+                "by zero, and a learning rate that is too high",
+                loss=loss,
+                step=step,
+            )
+            _logger.warning("%s", text)
 
     def _takes_over(self, optimizer: Optimizer, num_steps: int) -> bool:
         """Return whether ``optimizer`` has the most steps now, or has replaced one of a finished training."""
@@ -323,6 +342,7 @@ class ProcessRecorder:
                 self._on_device.fill_in_all(steps)
         except RuntimeError:
             pass  # the device has failed; the error that ends the program says so
+        self._tell_of_bad_loss(steps)
         try:
             steps.close()
             self._run.end()
