@@ -123,6 +123,7 @@ class Session:
         )
         self.direct_backward = DirectBackwardCheck(
             state=self.gradient_state,
+            spike_guard=self.config.value.spike_guard,
             parity=self.parity,
             num_processes=self.world.world_size,
             contribution=contribution,

@@ -95,6 +95,7 @@ def test_gradients_that_were_assigned_are_averaged_and_told_once(form: str, engi
         ({"parity": "exact", "max_micro_batch_size": 2}, 8, 32, "2 micro-steps"),
         ({"parity": "exact"}, 8, 31, "7 samples"),
         ({"parity": "bitwise", "canonical_shards": 4}, 8, 32, "parity='bitwise'"),
+        ({"spike_guard": "skip"}, 4, 32, "spike_guard does not know their loss"),
     ],
 )
 @pytest.mark.parametrize("form", ["loss.backward()", "autograd.grad"])

@@ -29,6 +29,7 @@ class DirectBackwardCheck:
     Args:
         state: counts the backward passes that ``accelerator.backward`` has run.
         parity: the run's parity mode.
+        spike_guard: the run's mode of ``spike_guard``, which needs the loss of each update.
         num_processes: the run's number of processes.
         contribution: returns the current batch's share of its update. None outside the exact modes.
     """
@@ -38,11 +39,13 @@ class DirectBackwardCheck:
         *,
         state: GradientState,
         parity: str,
+        spike_guard: str | None,
         num_processes: int,
         contribution: Callable[[], Contribution | None] | None,
     ) -> None:
         self._state = state
         self._parity = parity
+        self._spike_guard = spike_guard
         self._num_processes = num_processes
         self._contribution = contribution
         self._is_warned = False
@@ -55,7 +58,7 @@ class DirectBackwardCheck:
             used: ``gradients_of`` it after its last step. If there have been losses since then, this does nothing.
 
         Raises:
-            UsageError: the loss needed a weight (in an exact mode).
+            UsageError: the loss needed a weight (in an exact mode), or ``spike_guard`` needed the loss.
         """
         num_losses, stepped = used
         if num_losses != self._state.num_losses:
@@ -69,6 +72,16 @@ class DirectBackwardCheck:
                 f"{type(optimizer).__name__}.step() would apply gradients that accelerator.backward() did not compute, and {reason}",
                 where=f"step() at {user_line()}, parity={self._parity!r}",
                 do=_DO,
+            )
+        if self._spike_guard is not None:
+            raise UsageError(
+                _(
+                    "{name}.step() would apply gradients that accelerator.backward() did not compute, so spike_guard does not know "
+                    "their loss",
+                    name=type(optimizer).__name__,
+                ),
+                where=f"step() at {user_line()}, spike_guard={self._spike_guard!r}",
+                do=_("{advice}, or remove spike_guard", advice=_DO),
             )
         if self._contribution is None and self._state.num_steps > 1 and not self._is_warned:
             self._is_warned = True
