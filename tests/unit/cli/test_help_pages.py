@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -165,7 +166,7 @@ def test_wrong_words_get_the_nearest_right_ones(
 def test_what_is_missing_is_suggested_without_importing_torch(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "train.py").write_text("")
-    for argv, text in (
+    cases = [
         (["launch", "trian.py"], "did you mean train.py?"),
         (["launch", "train"], "did you mean train.py?"),
         (["launch", "python", "train.py"], "leave out python"),
@@ -177,15 +178,19 @@ def test_what_is_missing_is_suggested_without_importing_torch(tmp_path: Path) ->
         (["merge_weights", "run", "out"], "did you mean runs?"),
         (["test", "--gpus", "x"], "pass all, a number, or indices such as 0,2"),
         (["verify", "--num_processes", "1,x", "train.py"], "'x' is not a number of processes"),
-    ):
-        program = (
-            f"import sys; from echelon.cli.main import _run; code = _run({argv}); assert 'torch' not in sys.modules; "
-            "sys.exit(code)"
-        )
-        found = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
-        )
-        assert (found.returncode, text in found.stderr) == (2, True), (argv, found.stderr)
+    ]
+    # All in one process, because a start of Python takes as long as all of them.
+    program = (
+        "import json, sys\nfrom contextlib import redirect_stderr\nfrom io import StringIO\nfrom echelon.cli.main import _run\n"
+        "for argv in json.loads(sys.argv[1]):\n"
+        "    with redirect_stderr(StringIO()) as errors:\n        code = _run(argv)\n"
+        "    print(json.dumps([code, errors.getvalue(), 'torch' in sys.modules]))"
+    )
+    command = [sys.executable, "-c", program, json.dumps([argv for argv, _ in cases])]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    for (argv, text), line in zip(cases, found.stdout.splitlines(), strict=True):
+        code, errors, has_torch = json.loads(line)
+        assert (code, text in errors, has_torch) == (2, True, False), (argv, errors)
 
 
 def test_help_shows_one_name_of_an_option_and_no_ranges(capsys: pytest.CaptureFixture[str]) -> None:
