@@ -45,6 +45,10 @@ def linear_cross_entropy(
         UsageError: ``weight`` is sharded, ``chunk_size`` is below 1, or ``reduction`` is another one.
 
     Source: torch.nn.functional.linear_cross_entropy (torch 2.13), which is used where it can; Hsu et al., "Liger Kernel", 2024.
+
+    Examples:
+        >>> hidden, head, target = torch.randn(8, 16), torch.nn.Linear(16, 100), torch.randint(100, (8,))
+        >>> loss = linear_cross_entropy(hidden, head.weight, target, chunk_size=4, bias=head.bias)
     """
     if chunk_size < 1:
         raise UsageError(_("chunk_size={size} is below 1", size=chunk_size), do=_("set it to 1 or more tokens"))

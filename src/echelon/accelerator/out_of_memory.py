@@ -78,6 +78,13 @@ def explain_out_of_memory(error: BaseException) -> MemoryReport | None:
 
     Call it while the traceback of ``error`` exists, which keeps the tensors of its frames alive. Tensors that only autograd holds have no
     Python object: on an accelerator, they are counted as allocated memory that has no name.
+
+    Examples:
+        >>> try:
+        ...     output = model(x)
+        ... except torch.OutOfMemoryError as error:
+        ...     print(explain_out_of_memory(error))
+        ...     raise
     """
     if not is_out_of_memory(error):
         return None

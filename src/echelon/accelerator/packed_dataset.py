@@ -184,6 +184,12 @@ def packed_attention_mask(position_ids: torch.Tensor) -> torch.Tensor:
 
     Returns:
         bool [rows, 1, tokens, tokens], as ``scaled_dot_product_attention`` takes it.
+
+    Examples:
+        >>> packed_attention_mask(torch.tensor([[0, 1, 0]]))[0, 0]
+        tensor([[ True, False, False],
+                [ True,  True, False],
+                [False, False,  True]])
     """
     example = (position_ids == 0).cumsum(-1)
     same = example[:, None, :, None] == example[:, None, None, :]

@@ -40,6 +40,9 @@ def log_hyperparameters(values: Mapping[str, Any]) -> None:
 
     Raises:
         UsageError: a name is not a text, or a value is of another type.
+
+    Examples:
+        >>> log_hyperparameters({"learning_rate": 0.1, "optimizer": {"momentum": 0.9}})
     """
     checked = checked_hyperparameters(values, where="log_hyperparameters()")
     recorder = recorder_of_process()
