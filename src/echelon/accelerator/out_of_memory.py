@@ -168,8 +168,8 @@ def _name_prepared(held: dict[int, _Held], session: Session) -> None:
             _name(held, buffer, _WEIGHTS, _("buffer {name}", name=name))
     for average in session.objects.averages:
         for _optimizer, values in average.parts():
-            for parameter, value in values.items():
-                of = names.get(id(parameter), "")
+            for averaged, value in values.items():
+                of = names.get(id(averaged), "")
                 _name(held, value, _WEIGHTS, _("average of {name}", name=of))
     for optimizer in session.objects.optimizers:
         for parameter, state in optimizer.state.items():

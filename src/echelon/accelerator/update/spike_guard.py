@@ -14,7 +14,6 @@ import math
 import statistics
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -288,7 +287,8 @@ class SpikeGuard:
         else:
             self._num_in_row = 0
         if self._spike is not None and self.mode == "warn":
-            self._record(self._spike, text := str(self._spike), action="warn")
+            text = str(self._spike)
+            _record(text, self._spike, _facts(self._spike, self._spike.samples), action="warn")
             warn(text)
         if (self._spike is None or self.mode == "warn") and math.isfinite(loss):
             self._window.append(loss)
@@ -362,9 +362,9 @@ class SpikeGuard:
         else:
             text = _("{spike}. The update is dropped: {samples} are skipped", spike=spike, samples=shown)
         _logger.warning("%s", text)
-        entry = {"step": spike.step, "loss": spike.loss, "median": spike.median, "undone": undone}
-        self.skipped.append({**entry, "samples": None if samples is None else _plain(samples)})
-        self._record(spike, text, action="rollback" if undone else "skip", samples=samples)
+        facts = _facts(spike, samples)
+        self.skipped.append({"step": spike.step, "undone": undone, **facts})
+        _record(text, spike, facts, action="rollback" if undone else "skip")
         self._num_in_row += 1
         if self._num_in_row > _MAX_IN_ROW:
             raise LossSpikeError(
@@ -382,15 +382,6 @@ class SpikeGuard:
                 ),
             )
 
-    def _record(self, spike: Spike, text: str, *, action: str, samples: UpdateSamples | None = None) -> None:
-        recorder = recorder_of_process()
-        if recorder is not None:
-            samples = samples or spike.samples
-            facts = {"action": action, "loss": spike.loss, "median": spike.median}
-            recorder.spike(
-                text, step=spike.step, facts={**facts, "samples": None if samples is None else _plain(samples)}
-            )
-
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -405,7 +396,15 @@ class SpikeGuard:
             self._buffers = copy_buffers(self._parts.objects)
 
 
-def _plain(samples: UpdateSamples) -> dict[str, Any]:
-    values = asdict(samples)
-    indices: Sequence[int] | None = samples.indices
-    return {**values, "indices": None if indices is None else list(indices)}
+def _facts(spike: Spike, samples: UpdateSamples | None) -> dict[str, Any]:
+    """Return what a checkpoint and the run's record say of a spike and of the samples that it concerns."""
+    plain = None if samples is None else asdict(samples)
+    if plain is not None and plain["indices"] is not None:
+        plain["indices"] = list(plain["indices"])
+    return {"loss": spike.loss, "median": spike.median, "samples": plain}
+
+
+def _record(text: str, spike: Spike, facts: dict[str, Any], *, action: str) -> None:
+    recorder = recorder_of_process()
+    if recorder is not None:
+        recorder.spike(text, step=spike.step, facts={"action": action, **facts})
