@@ -494,7 +494,7 @@ _ABSENT: dict[Stage, str] = {
     "load": "no checkpoint was loaded",
     "initial weights": "the weights before the first update were not recorded",
     "data": "no samples were recorded",
-    "rng": "the model draws no dropout masks or other random numbers per rank",
+    "rng": "no random numbers per rank; dropout masks are drawn by sample here, and depend on the ranks in other runs",
     "forward": "no module has an output with one row per sample",
     "loss weight": "no call of backward() was recorded",
     "backward": "the gradients of a rank before the average over the ranks were not recorded, so faults there are reported as reduce",
