@@ -12,7 +12,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from echelon.base.errors import ConfigError, UsageError
-from echelon.base.sharded import is_dtensor
 
 # Outputs that `selective` keeps: they take most of the time to compute. Everything else is cheap, and large.
 _PRODUCTS = (
@@ -158,18 +157,22 @@ def _offload_inputs(block: nn.Module, forward: Callable[..., Any], *args: Any, *
     ``CheckpointPolicy.MUST_CPU_OFFLOAD`` is recomputed silently outside of compiled code (https://github.com/pytorch/pytorch/issues/185015,
     torch 2.13).
     """
-    own = {p.untyped_storage().data_ptr() for p in block.parameters() if not is_dtensor(p)}
+    own = {_address(p) for p in block.parameters()} - {None}
     has_accelerator = any(
         isinstance(one, torch.Tensor) and one.device.type != "cpu" for one in (*args, *kwargs.values())
     )
     on_cpu = save_on_cpu(pin_memory=has_accelerator)
 
     def pack(tensor: torch.Tensor) -> Any:
-        is_own = not is_dtensor(tensor) and tensor.untyped_storage().data_ptr() in own
-        return tensor if is_own else on_cpu.pack_hook(tensor)
+        return tensor if _address(tensor) in own else on_cpu.pack_hook(tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
         return packed if isinstance(packed, torch.Tensor) else on_cpu.unpack_hook(packed)
 
     with saved_tensors_hooks(pack, unpack):
         return _keep_inputs(forward, *args, **kwargs)
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Return where the values are; None for a tensor that wraps others (of DTensor, of a collective that has not ended, of torchao)."""
+    return None if hasattr(tensor, "__tensor_flatten__") else tensor.untyped_storage().data_ptr()

@@ -232,3 +232,22 @@ def _on_pipeline() -> None:
 def test_a_pipeline_is_referred_to_the_plugin() -> None:
     for text in errors_on_ranks(ConfigError, _on_pipeline, world_size=2, num_errors=2):
         assert "set activation_checkpointing=True in FullyShardedDataParallelPlugin" in text
+
+
+def _llama_by_tensor_parallelism(mode: str) -> list[torch.Tensor]:
+    accelerator = Accelerator(
+        cpu=True, parallelism_config=ParallelismConfig(tp_size=2), activation_checkpointing=mode, seed=0
+    )
+    model = tiny_llama(num_layers=2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in ragged_batches(2):
+        accelerator.backward(model(input_ids=batch["input_ids"]).logits.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(accelerator, model)
+
+
+def test_offloaded_inputs_may_come_from_a_collective_that_has_not_ended() -> None:
+    """The embedding of a model that is split by columns ends with one."""
+    wanted = run_on_ranks(_llama_by_tensor_parallelism, "none", world_size=2)[0]
+    assert all(map(torch.equal, run_on_ranks(_llama_by_tensor_parallelism, "offload", world_size=2)[0], wanted))
