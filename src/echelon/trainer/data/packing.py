@@ -80,7 +80,7 @@ def require_separate_examples(
     def logits_of(ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         outputs = model(input_ids=ids.expand(num_rows, -1), position_ids=position_ids)
         found: torch.Tensor = outputs["logits"]
-        return found[:, -size:].double()
+        return found[:, -size:]
 
     was_training = model.training
     model.eval()
@@ -88,16 +88,13 @@ def require_separate_examples(
         after = logits_of(torch.cat([first, second]), both)
         after_another = logits_of(torch.cat([first.flip(0).roll(1), second]), both)
         alone = logits_of(second, positions.expand(num_rows, -1))
-        dtype = model(input_ids=second.expand(num_rows, -1), position_ids=positions.expand(num_rows, -1))[
-            "logits"
-        ].dtype
     finally:
         model.train(was_training)
-    eps, largest = torch.finfo(dtype).eps, float(alone.abs().max())
+    eps, largest = torch.finfo(alone.dtype).eps, float(alone.abs().max())
     # Bit-equal in most models; kernels of experts may sum in another order.
-    if float((after - after_another).abs().max()) > 4 * eps * largest:
+    if float((after.double() - after_another.double()).abs().max()) > 4 * eps * largest:
         raise _not_separate(_("the outputs of {name} for an example depend on the one before it in the row", name=name))
-    if not float((after - alone).abs().max()) <= math.sqrt(eps) * largest:
+    if not float((after.double() - alone.double()).abs().max()) <= math.sqrt(eps) * largest:
         raise _not_separate(_("the outputs of {name} for an example are not those that it has alone", name=name))
 
 
