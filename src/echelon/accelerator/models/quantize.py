@@ -134,7 +134,10 @@ def load_and_quantize_model(
         if parameter.is_floating_point():
             is_kept = any(part in name for part in keep)
             parameter.data = parameter.data.to(torch.float32 if is_kept else config.torch_dtype)
-    device = as_device(device_map[""]) if device_map else _own_device()
+    if device_map:
+        device = as_device(device_map[""])
+    else:
+        device = as_device(torch.accelerator.current_device_index() if torch.accelerator.is_available() else "cpu")
     for name, layer in chosen.items():
         model.set_submodule(name, _quantized(layer, config, layers).to(device))
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = config.load_in_4bit, config.load_in_8bit  # type: ignore[assignment]
@@ -170,10 +173,3 @@ def _default_skips(model: nn.Module) -> list[str]:
         return []
     last = [name for name, _ in model.named_children()][-1:]
     return [*tied, *last]
-
-
-def _own_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
