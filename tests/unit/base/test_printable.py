@@ -51,7 +51,7 @@ def test_the_report_of_a_failure_shows_the_text_of_an_exception_and_of_files_esc
     assert "\u574f\u6837\u672c \\x1b[2J" in text
     # No line of it is made by the text itself.
     heads = [line[:8] for line in text.splitlines() if not line.startswith(" " * 9)]
-    assert heads == ["rank 0 f", "  others", "  where:", "  do:   ", "  logs: "]
+    assert heads == ["rank 0 f", "  others", "  where:", "  logs: "]
 
 
 def test_printed_errors_are_escaped_and_keep_their_text() -> None:

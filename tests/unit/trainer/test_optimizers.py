@@ -100,7 +100,8 @@ def test_an_optimizer_of_another_package_gets_its_arguments(
 ) -> None:
     args = TrainingArguments(optim=name, learning_rate=0.5, adam_beta1=0.8, adam_beta2=0.9, warmup_steps=3)
     with monkeypatch.context() as without:
-        without.setitem(sys.modules, package, None)
+        for module in (package, f"{package}.optim"):
+            without.setitem(sys.modules, module, None)
         with pytest.raises(MissingExtraError, match=r'pip install "[a-z-]+>='):
             optimizer_class_and_arguments(args)
     for module in (package, "bitsandbytes.optim"):
