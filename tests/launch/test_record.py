@@ -204,7 +204,7 @@ def test_a_run_that_fails_before_its_first_step_says_where_it_is_recorded_and_re
         "rank 0 of 1",
         "fails.py:1 in <module>: raise ValueError('mine')",
     ]
-    assert report["do"][-1].startswith("  logs: ")
+    assert report["where"][-1].startswith("  logs: ")
     lines = result.err.splitlines()
     assert lines[-2] == f"echelon: recorded in echelon-runs/{folder.name}; echelon report shows it"
     assert lines[-1].startswith("echelon: note: --cpu after the script was passed to fails.py, not to the launcher")

@@ -261,7 +261,7 @@ class WeightAverage(ABC):
         for part in self._parts:
             for other in part.optimizer.averages:
                 # It would take the other average for the weights of training, and a checkpoint would hold that.
-                if isinstance(other, OptimizerAverage):
+                if isinstance(other, _OptimizerAverage):
                     other.average.require_not_applied(f"{self}.average_parameters()")
         capabilities = self._engine.capabilities
         if capabilities.shards_parameters or capabilities.shards_optimizer_state:
