@@ -144,3 +144,10 @@ def test_checkpoints_that_cannot_be_written_end_the_run_with_exit_code_74(comman
     assert (result.code, "step 3" in result.out) == (74, False), result.err
     assert "3 consecutive checkpoints could not be written" in result.err
     assert "state could not be saved: [Errno 28] No space left on device" in result.err
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_save_has_failed_says_so_at_its_end(command: Command) -> None:
+    command.write("full.py", FULL.replace("range(9)", "range(1)"))
+    result = command.launch("--cpu", "full.py")
+    assert (result.code, result.err.count("the last save of this run has failed")) == (0, 1), result.err

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import progress_bar
 from echelon.base.warnings import warn
@@ -27,6 +30,8 @@ from echelon.distributed.control import raise_on_all_ranks
 PREFIX = "checkpoint_"
 """Name prefix of automatically named checkpoints, followed by a number."""
 
+logger = get_logger(__name__)
+
 
 class CheckpointStore:
     """The folders to which a run writes checkpoints, in echelon's own or another library's layout."""
@@ -37,6 +42,7 @@ class CheckpointStore:
         self.background = BackgroundSaver()
         self._planner = Planner()
         self._failures_in_a_row = 0  # the same on every rank
+        self._last_failure: str | None = None
         self._lock: RunLock | None = None
         self._place: Path | None = None  # folder locked by the active ``alone_in`` block
 
@@ -211,6 +217,9 @@ class CheckpointStore:
             TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
         """
         self._failures_in_a_row += 1
+        if self._last_failure is None:
+            atexit.register(_tell_of_failed_save, weakref.ref(self))
+        self._last_failure = error.what
         number, limit = self._failures_in_a_row, self._project.max_failed_saves
         if number >= limit:
             raise TooManyFailedSavesError(
@@ -225,6 +234,16 @@ class CheckpointStore:
                 limit=limit,
             )
         )
+
+
+def _tell_of_failed_save(store: weakref.ref[CheckpointStore]) -> None:
+    """Say at the end of the process that its last save has failed."""
+    found = store()
+    if found is not None and found._failures_in_a_row:
+        text = _(
+            "the last save of this run has failed, so its newest state is not on disk: {what}", what=found._last_failure
+        )
+        logger.error("%s", text)
 
 
 def no_folder_error(function: str, *, do: str) -> UsageError:
