@@ -20,6 +20,8 @@ from tests.harness import errors_on_ranks, run_on_ranks
 from tests.parallel_models import tiny_llama
 from tests.prepared_loop import marked_line, weights_of, whole
 
+pytestmark = pytest.mark.slow  # 25 s; tests/unit/accelerator/test_master_weights.py is quick
+
 NUM_STEPS, LR = 200, 1e-5
 X = torch.arange(4 * 8 * 6.0).reshape(4, 8, 6).sin()  # 4 batches of 8 samples, used in turn
 LAYOUTS = [

@@ -117,12 +117,15 @@ def test_rank_zero_reports_once_per_class_how_often_a_scheduler_steps() -> None:
 
 def _rates() -> list[float]:
     accelerator = Accelerator(gradient_accumulation_steps=3)
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    model: Any = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4)
-    optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, DataLoader(range(9)))  # type: ignore[arg-type]
+    loader: Any = DataLoader(range(9))  # type: ignore[arg-type]
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     rates = []
     for _ in loader:
         with accelerator.accumulate():
+            accelerator.backward(model(torch.ones(1, 1)).sum())
             optimizer.step()
             scheduler.step()
             if accelerator.sync_gradients:

@@ -23,6 +23,8 @@ from tests.harness import errors_on_ranks, run_on_ranks
 from tests.parallel_models import ragged_batches, tiny_llama
 from tests.prepared_loop import weights_of
 
+pytestmark = pytest.mark.slow  # 20 s; a quick one of each promise is in tests/unit
+
 B, S, H, LAYERS = 5, 7, 32, 3  # no dimension of a weight is B or B x S
 MODES = ["none", "full", "selective", "offload"]
 ENGINES = ["ddp", "zero1", "fsdp2", "tp"]

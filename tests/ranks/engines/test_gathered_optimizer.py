@@ -21,6 +21,8 @@ from echelon.utils import TorchTensorParallelConfig
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.prepared_loop import train_prepared
 
+pytestmark = pytest.mark.slow  # 12 s; tests/unit/engines/test_optimizer_probe.py is quick
+
 _LR, _MOMENTUM, _DECAY = 0.05, 0.9, 0.1
 _NUM_UPDATES, _BATCH = 4, 12
 Weights = dict[str, torch.Tensor]

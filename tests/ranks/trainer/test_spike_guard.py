@@ -17,6 +17,8 @@ from echelon.trainer import Trainer, TrainerCallback
 from tests.harness import run_on_ranks
 from tests.trainer_models import Rows, arguments
 
+pytestmark = pytest.mark.slow  # 15 s; tests/ranks/accelerator/test_spike_guard.py is quick
+
 BATCH, NUM = 6, 26
 HIGH, POISON, NAN = 18, 21, 3
 GAMMA = 0.99

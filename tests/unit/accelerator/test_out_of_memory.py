@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class _Full(nn.Module):
 
 
 def _explain(model: nn.Module, **options: Any) -> MemoryReport | None:
+    gc.collect()  # tensors of other tests
     accelerator = Accelerator(cpu=True, **options)
     prepared, _optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     try:

@@ -118,7 +118,8 @@ def test_each_step_is_recorded_with_its_values(tmp_path: Path) -> None:
 def test_items_are_recorded(tmp_path: Path) -> None:
     with recording(tmp_path):
         accelerator = Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(Line(), torch.optim.SGD(Line().parameters(), lr=0.1))
+        model: Any = Line()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for items in (5, 7):
             accelerator.backward(model(torch.ones(2, 1), torch.ones(2))["loss"], num_items=items)
             optimizer.step()
