@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from echelon._version import __version__
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
+from echelon.base.peak_flops import peak_flops
 from echelon.config.origin import SettingSource
 from echelon.config.schema import RunConfig, field_names
 from echelon.diagnose.goodput import goodput_of
@@ -36,22 +37,6 @@ from echelon.status.run_files import event_text
 
 _MAX_MARKERS = 300
 """Largest number of checkpoints, and of other events, on the time line."""
-# Peak dense FLOP/s in bfloat16 and float16, from the manufacturers' data sheets, by a pattern of the device's name.
-_PEAK_FLOPS = MappingProxyType(
-    {
-        r"B200": 2250e12,
-        r"G?H200": 989e12,
-        r"H100 PCIe": 756e12,
-        r"H100 NVL": 835e12,
-        r"H100": 989e12,
-        r"A100": 312e12,
-        r"L40S": 362e12,
-        r"L40": 181e12,
-        r"L4": 121e12,
-        r"V100": 125e12,
-        r"MI300X": 1307e12,
-    }
-)
 _NO_RECORDS = N_(
     "The run has no step records: no optimizer step was finished, the script uses no prepared optimizer, "
     "or recording was turned off (--no_record)."
@@ -319,7 +304,7 @@ def _mfu(run: RecordedRun, series: StepSeries | None) -> str:
     if not flops or series is None:
         return _("MFU is unknown, because the FLOPs of a step are (the Trainer logs total_flos; scripts can log mfu).")
     accelerators = (run.facts.get("machine") or {}).get("accelerators") or []
-    peak = _peak_flops(str(accelerators[0])) if accelerators else None
+    peak = peak_flops(str(accelerators[0])) if accelerators else None
     if peak is None:
         return _("{flops:.3g} FLOPs in total. MFU is unknown, because the peak FLOP/s of this device is.", flops=flops)
     # The total counts all steps, also those before this run resumed; this run's records have the time of its own steps.
@@ -329,12 +314,6 @@ def _mfu(run: RecordedRun, series: StepSeries | None) -> str:
         value=flops / seconds / peak / len(series.ranks),
         peak=peak / 1e12,
     )
-
-
-def _peak_flops(device: str) -> float | None:
-    """Return the peak FLOP/s of a device, such as "NVIDIA H100 80GB HBM3"; None if it is unknown."""
-    found = (peak for name, peak in _PEAK_FLOPS.items() if re.search(rf"(?<![A-Z0-9]){name}(?![A-Z0-9])", device))
-    return next(found, None)
 
 
 def _metrics(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from echelon.base.peak_flops import peak_flops
 from echelon.trainer import Trainer
 from echelon.trainer.features import throughput
 from tests.trainer_models import arguments
@@ -94,9 +95,10 @@ def test_frozen_weights_and_float32_have_no_utilization(tmp_path: Path, monkeypa
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA A10", 125e12),
         ("NVIDIA A10G", None),  # another device
-        ("NVIDIA L40", None),
-        ("AMD Instinct MI300X", None),
+        ("NVIDIA L40", 181e12),  # as the report says
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA T4", None),
     ],
 )
 def test_devices_are_known_by_their_whole_names(name: str, peak: float | None) -> None:
-    assert throughput.peak_flops(name) == peak
+    assert peak_flops(name) == peak

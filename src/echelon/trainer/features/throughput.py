@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from echelon.base.peak_flops import peak_flops
 from echelon.trainer.session import TrainerSession
 from echelon.trainer.trainer_methods import TrainerMethods
-
-# Dense bf16 and fp16 operations per second of a device, in 10**12, by the names that torch shows. Source: NVIDIA's data sheets.
-_PEAKS: Mapping[str, float] = {
-    r"A100.*": 312.0,
-    r"A30": 165.0,
-    r"A10": 125.0,
-    r"L4": 121.0,
-    r"L40S": 362.0,
-    r"H100 PCIe": 756.0,
-    r"H100 NVL": 835.0,
-    r"H100 80GB HBM3": 989.0,
-    r"H200( NVL)?|GH200.*": 989.0,
-    r"B200": 2250.0,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return a device's dense bf16 operations per second; None if they are not known."""
-    name = device_name.removeprefix("NVIDIA ")
-    return next((peak * 1e12 for pattern, peak in _PEAKS.items() if re.fullmatch(pattern, name)), None)
 
 
 class Throughput:
