@@ -19,8 +19,8 @@ from echelon.accelerator.session import Session
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
+from echelon.engines.broadcast import broadcast_model
 from echelon.engines.context_parallel.region import SequenceRegion, current_region
-from echelon.engines.quantized_weights import broadcast_model
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel.style import ParallelStyle

@@ -22,10 +22,11 @@ from echelon.distributed.ddp.sparse_gradients import copy_sparse_gradients, refu
 from echelon.distributed.ddp.unused_parameters_warning import silence_unused_parameters_warning
 from echelon.engines.base import LocalGradient, Prepared
 from echelon.engines.bitwise.tree_sum import ShardedUpdate
+from echelon.engines.broadcast import broadcast_model
 from echelon.engines.comm_hooks import register_comm_hook
 from echelon.engines.delegating_engine import DelegatingEngine
 from echelon.engines.output_hooks import OutputFlattener
-from echelon.engines.quantized_weights import broadcast_model, wrapped_tensors
+from echelon.engines.quantized_weights import wrapped_tensors
 from echelon.engines.single import SingleEngine
 from echelon.engines.stepper import zero_backward
 from echelon.world.world import World

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from echelon.base.errors import UsageError
@@ -29,17 +28,10 @@ def wrapped_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{kind}.{name}": getattr(tensor, name) for name in names}
 
 
-def broadcast_model(model: nn.Module, device: torch.device) -> None:
-    """Broadcast rank zero's parameters and buffers. Collective: call on every rank."""
-    for tensor in _plain_tensors(model):
-        if tensor.dtype.itemsize == 1:
-            tensor = tensor.view(torch.uint8)  # backends have no float8
-        if tensor.device.type == device.type:
-            dist.broadcast(tensor.data, src=0)
-        else:
-            sent = tensor.data.to(device)
-            dist.broadcast(sent, src=0)
-            tensor.data.copy_(sent)
+def plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of ``model``, and in place of a quantized weight of torchao the tensors that it wraps."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        yield from wrapped_tensors(tensor).values() or [tensor]
 
 
 def unshardable_parameters(model: nn.Module, param_dtype: torch.dtype | None) -> dict[str, nn.Parameter]:
@@ -53,20 +45,20 @@ def unshardable_parameters(model: nn.Module, param_dtype: torch.dtype | None) ->
         for name, parameter in model.named_parameters()
         if wrapped_tensors(parameter) or _is_a(parameter, "Params4bit", "Int8Params")
     }
-    for name, layer in bitsandbytes_layers(model, "Linear4bit"):
+    for prefix, layer in bitsandbytes_layers(model, "Linear4bit"):
         weight = layer.weight
         is_cast = weight.is_floating_point() and param_dtype not in (None, weight.dtype)
         if not is_cast:
-            whole.pop(f"{name}.weight" if name else "weight", None)
+            whole.pop(f"{prefix}weight", None)
     return whole
 
 
 def require_scales(model: nn.Module) -> None:
     """Raise UsageError if 4-bit weights have no values: their scales cannot be sent from rank zero."""
-    for name, layer in bitsandbytes_layers(model, "Linear4bit"):
+    for prefix, layer in bitsandbytes_layers(model, "Linear4bit"):
         if layer.weight.is_meta:
             raise UsageError(
-                f"{name}.weight of {type(model).__name__} is quantized and on the meta device, without its scales",
+                f"{prefix}weight of {type(model).__name__} is quantized and on the meta device, without its scales",
                 where="prepare()",
                 do="load the quantized model with its values on every rank (from_pretrained without cpu_ram_efficient_loading)",
             )
@@ -74,11 +66,10 @@ def require_scales(model: nn.Module) -> None:
 
 def add_scales(model: nn.Module, state: dict[str, Any]) -> None:
     """Add to a state dict the scales that bitsandbytes leaves out because ``fully_shard`` has replaced its parameters."""
-    for name, layer in bitsandbytes_layers(model, "Linear4bit"):
-        prefix = f"{name}.weight" if name else "weight"
-        if prefix in state and layer.quant_state is not None:
+    for prefix, layer in bitsandbytes_layers(model, "Linear4bit"):
+        if f"{prefix}weight" in state and layer.quant_state is not None:
             for key, value in layer.quant_state.as_dict(packed=True).items():
-                state.setdefault(f"{prefix}.{key}", value)
+                state.setdefault(f"{prefix}weight.{key}", value)
 
 
 def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,9 +90,9 @@ def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def load_quantized(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Load the scales and wrapped tensors in ``state`` into ``model``; return what its ``load_state_dict`` accepts."""
     left = dict(state)
-    for name, layer in bitsandbytes_layers(model, "Linear4bit"):
-        prefix = f"{name}.weight." if name else "weight."
-        scales = {key.removeprefix(prefix): left.pop(key) for key in list(left) if key.startswith(prefix)}
+    for prefix, layer in bitsandbytes_layers(model, "Linear4bit"):
+        start = f"{prefix}weight."
+        scales = {key.removeprefix(start): left.pop(key) for key in list(left) if key.startswith(start)}
         scales = {
             key: torch.tensor(list(value.encode()), dtype=torch.uint8) if isinstance(value, str) else value
             for key, value in scales.items()
@@ -111,8 +102,7 @@ def load_quantized(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
             layer.quant_state = loaded
             if not is_dtensor(layer.weight):
                 layer.weight.quant_state = loaded
-    for name, layer in bitsandbytes_layers(model, "Linear8bitLt"):
-        prefix = f"{name}." if name else ""
+    for prefix, layer in bitsandbytes_layers(model, "Linear8bitLt"):
         scales = left.pop(f"{prefix}SCB", None)
         left.pop(f"{prefix}weight_format", None)
         if scales is not None:  # they move from the weight to the layer in the first forward pass
@@ -127,18 +117,14 @@ def load_quantized(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
     return left
 
 
-def _plain_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters and buffers of ``model``, and in place of a quantized weight of torchao the tensors that it wraps."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        yield from wrapped_tensors(tensor).values() or [tensor]
-
-
 def bitsandbytes_layers(model: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
-    """Yield the layers of bitsandbytes' class ``kind`` in ``model``, with their names."""
+    """Yield the layers of bitsandbytes' class ``kind`` in ``model``, with the prefix of their tensors' names."""
     library = sys.modules.get("bitsandbytes")
     if library is not None:
         cls = getattr(library.nn, kind)
-        yield from ((name, layer) for name, layer in model.named_modules() if isinstance(layer, cls))
+        for name, layer in model.named_modules():
+            if isinstance(layer, cls):
+                yield f"{name}." if name else "", layer
 
 
 def _is_a(parameter: nn.Parameter, *names: str) -> bool:

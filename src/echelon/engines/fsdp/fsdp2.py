@@ -29,6 +29,7 @@ from echelon.engines.base import Engine, LocalGradient, Prepared
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate
+from echelon.engines.broadcast import broadcast_model
 from echelon.engines.expert_parallel.experts import divide_experts, shard_experts
 from echelon.engines.fsdp.meta_device import Values, fill_from_rank_zero, move_to_meta, require_values
 from echelon.engines.fsdp.options import ShardingOptions
@@ -62,7 +63,7 @@ from echelon.engines.param_groups import (
     sharded_parameters,
     unsharded_parameters,
 )
-from echelon.engines.quantized_weights import broadcast_model, require_scales, unshardable_parameters, wrapped_tensors
+from echelon.engines.quantized_weights import require_scales, unshardable_parameters, wrapped_tensors
 from echelon.engines.random_numbers import share_states
 from echelon.engines.shards import gather_full, local_tensors, shard_like
 from echelon.engines.state_dicts import plain_name, plain_state_dict
