@@ -69,6 +69,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
                     num_tokens=lengths[longest],
                     length=length,
                 ),
+                where="PackedDataset(length=), or TrainingArguments.pack_to_length",
                 do=_("truncate or split the samples, or pack them into longer rows"),
             )
         self.rows = best_fit_rows(lengths, length, seed=seed)

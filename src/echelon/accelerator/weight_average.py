@@ -302,7 +302,9 @@ class EMA(WeightAverage):
         super().__init__(every=every)
         if not isinstance(decay, (float, int)) or not 0.0 <= decay <= 1.0:
             raise ConfigError(
-                _("EMA(decay={decay!r}) is not between 0 and 1", decay=decay), do=_("set a decay such as 0.999")
+                _("EMA(decay={decay!r}) is not between 0 and 1", decay=decay),
+                where="EMA(decay=), or TrainingArguments.ema_decay",
+                do=_("set a decay such as 0.999"),
             )
         self.decay = decay
         self.warmup = warmup

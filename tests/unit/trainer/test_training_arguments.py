@@ -160,6 +160,14 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one() -> None:
     assert "did you mean 'learning_rate'?" in str(error.value)
 
 
+def test_a_mistyped_mode_gets_the_modes() -> None:
+    with pytest.raises(ConfigError) as error:
+        TrainingArguments(gradient_checkpointing="selectiv")  # type: ignore[arg-type]
+    assert "do:    set gradient_checkpointing to true or false, or one of none, full, selective, offload" in str(
+        error.value
+    )
+
+
 def test_what_is_not_offered_is_refused_not_ignored() -> None:
     with pytest.raises(ConfigError, match=r"trackio_static_space_id='me/it' is not supported by echelon") as error:
         TrainingArguments(trackio_static_space_id="me/it")

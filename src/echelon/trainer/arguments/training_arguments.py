@@ -145,16 +145,18 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
             value, kind = getattr(self, item.name), str(item.type).removesuffix(" | None")
             if kind not in _PARSERS or not isinstance(value, str):
                 continue
-            if item.name in _BOOL_OR_MODE and value in _ACTIVATION_MODES:
-                continue
             parse, meaning = _PARSERS[kind]
+            if item.name in _BOOL_OR_MODE:
+                meaning = f"{meaning}, or one of {', '.join(_ACTIVATION_MODES)}"
+                if value in _ACTIVATION_MODES:
+                    continue
             try:
                 setattr(self, item.name, parse(value))
             except ValueError as error:
                 raise ConfigError(
                     f"{item.name}={value!r} is not {meaning}",
                     where=f"TrainingArguments.{item.name}",
-                    do="set a value",
+                    do=f"set {item.name} to {meaning}",
                 ) from error
 
     def _read_names(self) -> None:
