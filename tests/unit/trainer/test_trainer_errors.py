@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +263,16 @@ def test_text_is_read_as_a_number(tmp_path: Path, name: str, text: str, number: 
     value = getattr(_args(tmp_path, **{name: text}), name)
     assert value == number
     assert type(value) is type(number)
+
+
+def test_text_is_read_after_a_parser_has_resolved_the_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As HfArgumentParser does: it replaces the types of the fields, which are texts, by the types themselves."""
+    hints = typing.get_type_hints(TrainingArguments)
+    for item in dataclasses.fields(TrainingArguments):
+        kinds = [kind for kind in typing.get_args(hints[item.name]) if kind is not type(None)]
+        monkeypatch.setattr(item, "type", kinds[0] if kinds else hints[item.name])
+    args = _args(tmp_path, learning_rate="1e-3", save_total_limit="2")
+    assert (args.learning_rate, args.save_total_limit) == (1e-3, 2)
 
 
 @pytest.mark.parametrize(

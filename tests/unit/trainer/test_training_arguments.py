@@ -163,9 +163,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one() -> None:
 def test_a_mistyped_mode_gets_the_modes() -> None:
     with pytest.raises(ConfigError) as error:
         TrainingArguments(gradient_checkpointing="selectiv")  # type: ignore[arg-type]
-    assert "do:    set gradient_checkpointing to true or false, or one of none, full, selective, offload" in str(
-        error.value
-    )
+    assert "do:    set it to true or false, or to one of none, full, selective, offload" in str(error.value)
 
 
 def test_what_is_not_offered_is_refused_not_ignored() -> None:

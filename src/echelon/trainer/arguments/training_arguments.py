@@ -141,13 +141,19 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
 
     def _read_numbers(self) -> None:
         """Convert text, such as the 1e-3 of a YAML file, which PyYAML reads as a string."""
+        # Not item.type: HfArgumentParser replaces it, and bool | str by bool.
+        annotations = {
+            name: a for base in reversed(type(self).__mro__) for name, a in inspect.get_annotations(base).items()
+        }
         for item in fields(self):
-            value, kind = getattr(self, item.name), str(item.type).removesuffix(" | None")
+            annotation, value = annotations[item.name], getattr(self, item.name)
+            kind = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).removesuffix(" | None")
             if kind not in _PARSERS or not isinstance(value, str):
                 continue
             parse, meaning = _PARSERS[kind]
+            do = "set a value"
             if item.name in _BOOL_OR_MODE:
-                meaning = f"{meaning}, or one of {', '.join(_ACTIVATION_MODES)}"
+                do = f"set it to {meaning}, or to one of {', '.join(_ACTIVATION_MODES)}"
                 if value in _ACTIVATION_MODES:
                     continue
             try:
@@ -156,7 +162,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
                 raise ConfigError(
                     f"{item.name}={value!r} is not {meaning}",
                     where=f"TrainingArguments.{item.name}",
-                    do=f"set {item.name} to {meaning}",
+                    do=do,
                 ) from error
 
     def _read_names(self) -> None:
