@@ -1,4 +1,4 @@
-"""Finds ranks that wait in vain: in collectives that need a rank which has ended, has called another one, or waits in vain itself."""
+"""Finds deadlocked ranks: they wait in collectives that need a rank which has ended, has called another one, or waits in vain itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Missing:
     """Ranks that are running and may still join it."""
 
 
-def find_vain_waits(
+def find_deadlocked_ranks(
     waiting: Collection[int],
     *,
     at_barrier: AbstractSet[int],

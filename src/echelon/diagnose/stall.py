@@ -10,7 +10,7 @@ from typing import TypeAlias, final
 
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.diagnose.collectives import CollectiveCall, Divergence, History, first_divergence
-from echelon.diagnose.deadlock import find_vain_waits
+from echelon.diagnose.deadlock import find_deadlocked_ranks
 from echelon.status.board import Doing, Phase, StatusNote, StepPart, Times, Watch
 from echelon.status.call_site import CallSite, is_user_file
 
@@ -32,8 +32,8 @@ _PARTS = MappingProxyType(
         StepPart.OTHER: N_("outside the model"),
     }
 )
-_VAIN_S = 2.0
-"""How long a rank must have waited in vain without progress before its wait is looked at, beside a rank that has ended."""
+_DEADLOCK_S = 2.0
+"""How long a rank must have waited without progress before it may count as deadlocked, beside a rank that has ended."""
 _ALL_WAIT_S = 5.0
 """The same if no rank has ended, but all ranks wait."""
 _PhaseKey: TypeAlias = tuple[str, int]
@@ -253,8 +253,8 @@ class StallClock:
             found = [suspicion for suspicion in found if suspicion[0] != _AWAY]
         return frozenset(found)
 
-    def waits_in_vain(self, views: Sequence[RankView], now: float) -> frozenset[tuple[str, int]]:
-        """Return (suspicion, rank) pairs for ranks that may wait in vain, which is looked at long before the timeout.
+    def may_be_deadlocked(self, views: Sequence[RankView], now: float) -> frozenset[tuple[str, int]]:
+        """Return (suspicion, rank) pairs for ranks that may be deadlocked, which is looked at long before the timeout.
 
         These are ranks that wait, without progress, after another rank has ended, and all ranks of a run in which all wait.
         """
@@ -262,24 +262,24 @@ class StallClock:
         if any(view.is_debugged for view in running):
             return frozenset()
         has_ended = any(map(_has_succeeded, views))
-        standing = [view.rank for view in running if self._stands(view, now, _VAIN_S if has_ended else _ALL_WAIT_S)]
+        standing = [view.rank for view in running if self._stands(view, now, _DEADLOCK_S if has_ended else _ALL_WAIT_S)]
         if not has_ended and (len(standing) < len(running) or len(standing) < 2):
             return frozenset()
-        return frozenset(("waits in vain", rank) for rank in standing)
+        return frozenset(("deadlocked", rank) for rank in standing)
 
-    def vain_waits(
+    def deadlocked_ranks(
         self, views: Sequence[RankView], answers: Mapping[int, Answer], now: float
     ) -> Mapping[int, frozenset[int]]:
         """Return the ranks that wait in calls that can never complete, each with the ranks that never join its call."""
         histories = {rank: answer.histories for rank, answer in answers.items()}
-        standing = [view for view in views if view.exit_code is None and self._stands(view, now, _VAIN_S)]
+        standing = [view for view in views if view.exit_code is None and self._stands(view, now, _DEADLOCK_S)]
         at_barrier = {
             view.rank for view in standing if view.note is not None and view.note.waits and view.note.awaits_all
         }
         # In other loops of echelon, a rank waits for some ranks only, which are not known here.
         in_torch = {view.rank for view in standing if view.note is None or not view.note.waits}
         ended = {view.rank for view in views if _has_succeeded(view)}
-        return find_vain_waits(at_barrier | in_torch, at_barrier=at_barrier, ended=ended, histories=histories)
+        return find_deadlocked_ranks(at_barrier | in_torch, at_barrier=at_barrier, ended=ended, histories=histories)
 
     def _stands(self, view: RankView, now: float, limit_s: float) -> bool:
         """Return whether the rank is known to wait for other ranks and has made no progress for ``limit_s``."""
@@ -408,8 +408,8 @@ def diagnose(
     def stall(kind: Class, culprits: Sequence[int], what: str, do: str) -> Stall:
         return Stall(kind=kind, culprits=tuple(culprits), what=what, ranks=texts, do=do, waited_s=waited)
 
-    if vain := clock.vain_waits(views, answers, now):
-        return _of_vain_waits(vain, views, answers, stall)
+    if deadlocked := clock.deadlocked_ranks(views, answers, now):
+        return _of_deadlock(deadlocked, views, answers, stall)
     waiters = ""
     if waiting:
         ranks = name_ranks([view.rank for view in waiting])
@@ -495,15 +495,15 @@ def diagnose(
     return _without_histories(running, answers, stall)
 
 
-def _of_vain_waits(
-    vain: Mapping[int, frozenset[int]],
+def _of_deadlock(
+    deadlocked: Mapping[int, frozenset[int]],
     views: Sequence[RankView],
     answers: Mapping[int, Answer],
     stall: Callable[[Class, Sequence[int], str, str], Stall],
 ) -> Stall:
-    """Return the stall of ranks that wait in calls that can never complete (``StallClock.vain_waits``)."""
-    waiting = sorted(vain)
-    awaited = {rank for ranks in vain.values() for rank in ranks}
+    """Return the stall of ranks that wait in calls that can never complete (``StallClock.deadlocked_ranks``)."""
+    waiting = sorted(deadlocked)
+    awaited = {rank for ranks in deadlocked.values() for rank in ranks}
     if ended := [view.rank for view in views if view.rank in awaited and _has_succeeded(view)]:
         kind, do = _of_ended_ranks(ended, waiting, answers)
         what = _(
@@ -519,7 +519,7 @@ def _of_vain_waits(
     if found is None or found.kind == "behind":  # each in a call of its own, none of which the others have called
         ranks_by_call: dict[str, list[int]] = {}
         for view in views:
-            if view.rank in vain:
+            if view.rank in deadlocked:
                 call = operations[view.rank] or _pending_of(answers.get(view.rank)) or _("an unknown call")
                 ranks_by_call.setdefault(call, []).append(view.rank)
         what = _("the ranks wait for each other in different calls: {calls}", calls=_in_calls(ranks_by_call))

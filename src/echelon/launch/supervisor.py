@@ -103,9 +103,9 @@ class Supervisor:
         self._suspicions: frozenset[tuple[str, int]] = frozenset()
         """The suspicions that caused the last request for stacks."""
         self._requested_at = float("-inf")
-        self._vain_ended: frozenset[int] = frozenset()
-        self._vain_quiet_s = _REQUEST_EVERY_S
-        """Minimum interval between requests that only look for waits in vain. Each that finds none doubles it, up to the timeout,
+        self._ended_at_request: frozenset[int] = frozenset()
+        self._deadlock_quiet_s = _REQUEST_EVERY_S
+        """Minimum interval between requests that only look for deadlocked ranks. Each that finds none doubles it, up to the timeout,
         because a run may often wait for seconds by right."""
         self._reported: set[str] = set()
         """Alarms reported since the last progress."""
@@ -118,8 +118,8 @@ class Supervisor:
             return None
         views = self._ranks.views()
         self._next_poll = now + max(_POLL_EVERY_S, len(views) / _MAX_RANKS_PER_S)
-        suspicions, in_vain = self._clock.update(views, now), self._clock.waits_in_vain(views, now)
-        if not suspicions and not in_vain:
+        suspicions, deadlocked = self._clock.update(views, now), self._clock.may_be_deadlocked(views, now)
+        if not suspicions and not deadlocked:
             self._reported.clear()  # after progress, the same stall is reported again
             return None
         # Repeat a request for the same suspicions only after the full timeout; a new suspicion needs new stacks soon.
@@ -135,10 +135,10 @@ class Supervisor:
         if not is_early:
             self._suspicions = suspicions
         views = self._ranks.views()
-        if not self._clock.update(views, now) and not (is_early and self._clock.waits_in_vain(views, now)):
+        if not self._clock.update(views, now) and not (is_early and self._clock.may_be_deadlocked(views, now)):
             return None  # the ranks made progress during the request
-        if is_early and not self._clock.vain_waits(views, answers, now):
-            self._vain_quiet_s = min(2 * self._vain_quiet_s, self.rules.timeout.total_seconds())
+        if is_early and not self._clock.deadlocked_ranks(views, answers, now):
+            self._deadlock_quiet_s = min(2 * self._deadlock_quiet_s, self.rules.timeout.total_seconds())
             return None
         for view in views:
             if view.rank not in answers and self._clock.is_silent(view, now):
@@ -157,9 +157,9 @@ class Supervisor:
 
     def _early_quiet_s(self, views: Sequence[RankView]) -> float:
         ended = frozenset(view.rank for view in views if view.exit_code is not None)
-        if ended != self._vain_ended:
-            self._vain_ended, self._vain_quiet_s = ended, _REQUEST_EVERY_S
-        return self._vain_quiet_s
+        if ended != self._ended_at_request:
+            self._ended_at_request, self._deadlock_quiet_s = ended, _REQUEST_EVERY_S
+        return self._deadlock_quiet_s
 
     def _print_report(self, stall: Stall, no_histories: list[str]) -> None:
         report = self._report(stall, no_histories)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from echelon.diagnose.collectives import CollectiveCall, History
-from echelon.diagnose.deadlock import find_vain_waits
+from echelon.diagnose.deadlock import find_deadlocked_ranks
 
 
 def simulate(programs: list[list[str]]) -> tuple[list[int], set[int]]:
@@ -68,13 +68,13 @@ def check(draw: random.Random) -> None:
         programs[odd][index : index + draw.randint(0, 1)] = draw.choice([[], ["ag"], ["ar"]])
     at, waiting = simulate(programs)
     ended = set(range(num_ranks)) - waiting
-    found = find_vain_waits(waiting, at_barrier=set(), ended=ended, histories=histories_of(programs, at))
+    found = find_deadlocked_ranks(waiting, at_barrier=set(), ended=ended, histories=histories_of(programs, at))
     assert set(found) == waiting
     # While one of them still computes, only those that do not depend on it wait in vain.
     if waiting:
         free = draw.choice(sorted(waiting))
         histories = histories_of(programs, [n - (rank == free) for rank, n in enumerate(at)])
-        found = find_vain_waits(waiting - {free}, at_barrier=set(), ended=ended, histories=histories)
+        found = find_deadlocked_ranks(waiting - {free}, at_barrier=set(), ended=ended, histories=histories)
         for rank, never in found.items():
             assert free not in never, (programs, rank)
 
@@ -84,8 +84,8 @@ def test_a_barrier_of_echelon_waits_in_vain_for_an_ended_rank_and_for_one_in_ano
     both = (0, 1)
     behind = {"0": History(ranks=both, started=(CollectiveCall(number=1, kind="all_reduce", is_over=True),))}
     waits = {0: {"0": History(ranks=both, started=(call,))}, 1: behind}
-    assert find_vain_waits({1}, at_barrier={1}, ended={0}, histories={}) == {1: {0}}
-    assert find_vain_waits({0, 1}, at_barrier={1}, ended=set(), histories=waits) == {0: {1}, 1: {0}}
-    assert find_vain_waits({0, 1}, at_barrier={0, 1}, ended=set(), histories={}) == {}
+    assert find_deadlocked_ranks({1}, at_barrier={1}, ended={0}, histories={}) == {1: {0}}
+    assert find_deadlocked_ranks({0, 1}, at_barrier={1}, ended=set(), histories=waits) == {0: {1}, 1: {0}}
+    assert find_deadlocked_ranks({0, 1}, at_barrier={0, 1}, ended=set(), histories={}) == {}
     joined = {0: waits[0], 1: {"0": History(ranks=both, started=(call,))}}
-    assert find_vain_waits({0, 1}, at_barrier={1}, ended=set(), histories=joined) == {}
+    assert find_deadlocked_ranks({0, 1}, at_barrier={1}, ended=set(), histories=joined) == {}

@@ -280,7 +280,7 @@ def test_a_stall_is_certain_only_if_no_rank_can_end_it(
     clock = StallClock(60.0)
     clock.update([replace(v, watch=v.watch and v.watch._replace(time_ns=int(100e9))) for v in views], 155.0)
     clock.update(views, 161.0)
-    assert bool(clock.vain_waits(views, answers, 161.0)) is is_certain
+    assert bool(clock.deadlocked_ranks(views, answers, 161.0)) is is_certain
     found = diagnose(views, answers, clock, now=161.0)
     assert (found is not None and found.is_certain) is is_certain
     if found is not None and views[0] is GONE:
@@ -295,7 +295,7 @@ def test_a_wait_is_looked_at_after_two_seconds_beside_a_rank_that_has_ended() ->
         for now in (100.5, 99.9 + limit_s, 100.0 + limit_s):
             views = [*others, view(1, seen=now)]
             assert not clock.update(views, now)
-            assert bool(clock.waits_in_vain(views, now)) is (now == 100.0 + limit_s)
+            assert bool(clock.may_be_deadlocked(views, now)) is (now == 100.0 + limit_s)
 
 
 def test_ranks_that_wait_for_each_other_are_shown_with_their_calls() -> None:
