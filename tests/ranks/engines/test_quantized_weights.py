@@ -133,6 +133,7 @@ def _resumed(kind: str, engine: str, folder: str) -> list[float]:
     return _mean(_train(model, optimizer, first=3, last=6, **at))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["4 bits", "8 bits", "int8 of torchao"])
 def test_two_ranks_train_adapters_as_one_process_does(kind: str, tmp_path: Path) -> None:
     """Also after a checkpoint is loaded on another engine, into a model with other base weights."""

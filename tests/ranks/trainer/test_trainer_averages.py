@@ -90,6 +90,7 @@ def _loss_of(weights: list[torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize(("settings", "every"), _SETTINGS, ids=["ema", "swa"])
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [[("ddp", 3), ("fsdp2", 2)], [("zero1", 3), ("single", 1)]], ids=str)
 def test_evaluations_files_and_the_trained_model_have_the_averages_of_the_formula(
     layouts: list[tuple[str, int]], settings: dict[str, Any], every: int, tmp_path: Path
