@@ -42,7 +42,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         pad_token_id: token that fills up a row.
 
     Raises:
-        UsageError: the dataset has no length, an example is too long or has no tokens' column, or a column has another length.
+        UsageError: the dataset has no length, ``length`` is not a positive integer, an example is too long or has no tokens' column, or a column has another length.
 
     Source: best-fit decreasing; Ding et al., "Fewer truncations improve language modeling", 2024.
     """
@@ -54,6 +54,12 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             raise UsageError(
                 _("a {kind} cannot be packed, because it has no length", kind=type(dataset).__name__),
                 do=_("use a dataset with a length, whose samples are read by number"),
+            )
+        if not isinstance(length, int) or length < 1:
+            raise UsageError(
+                _("rows cannot have length={length!r} tokens", length=length),
+                where="PackedDataset(length=), or TrainingArguments.pack_to_length",
+                do=_("set it to the number of tokens in a row, such as 2048"),
             )
         self.dataset = dataset
         self.length = length

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from echelon import Accelerator
+from echelon.accelerator.update.spike_guard import Spike
+from echelon.base.errors import ConfigError
 
 
 def _spikes(losses: list[float], factor: float | None = None) -> list[int]:
@@ -80,3 +82,13 @@ def test_buffers_of_a_loop_are_those_of_a_plain_loop_without_the_batch() -> None
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+def test_a_factor_without_a_guard_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"spike_factor=5.0 has no effect without spike_guard"):
+        Accelerator(cpu=True, spike_factor=5.0)
+
+
+def test_a_first_loss_that_is_not_finite_is_told_without_a_median() -> None:
+    spike = Spike(step=3, loss=math.nan, median=math.nan, samples=None)
+    assert str(spike) == "step 3: the loss nan is a spike (there are no losses to compare it with)"

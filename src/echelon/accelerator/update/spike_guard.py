@@ -27,6 +27,7 @@ from echelon.base.errors import ConfigError, LossSpikeError, UsageError
 from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
+from echelon.config.origin import SettingSource
 from echelon.data.loader import PreparedLoader
 from echelon.distributed.record.recorder import recorder_of_process
 
@@ -96,6 +97,12 @@ class Spike:
     samples: UpdateSamples | None
 
     def __str__(self) -> str:
+        if math.isnan(self.median):
+            return _(
+                "step {step}: the loss {loss:.6g} is a spike (there are no losses to compare it with)",
+                step=self.step,
+                loss=self.loss,
+            )
         return _(
             "step {step}: the loss {loss:.6g} is a spike (median of the last losses: {median:.6g})",
             step=self.step,
@@ -368,13 +375,7 @@ class SpikeGuard:
         self._num_in_row += 1
         if self._num_in_row > _MAX_IN_ROW:
             raise LossSpikeError(
-                _(
-                    "{num} updates in a row were dropped: the losses do not come back to their median of {median:.6g}, the latest is "
-                    "{loss:.6g}",
-                    num=self._num_in_row,
-                    median=spike.median,
-                    loss=spike.loss,
-                ),
+                _("{num} updates in a row were dropped; the last one: {spike}", num=self._num_in_row, spike=spike),
                 where=f"step {spike.step}, spike_guard={self.mode!r} ({self._parts.config.origins['spike_guard']})",
                 do=_(
                     "resume from a checkpoint before the first of them, with spike_guard='rollback' (Trainer); if the data has changed, and "
@@ -394,6 +395,24 @@ class SpikeGuard:
         self._num_in_row, self.skipped = state["num_in_row"], list(state["skipped"])
         if self.mode == "skip" and not self.is_driven:
             self._buffers = copy_buffers(self._parts.objects)
+
+
+def build_spike_guard(parts: UpdateParts, driver: ExactUpdate | None) -> SpikeGuard | None:
+    """Return the guard that the settings ask for, or None.
+
+    Raises:
+        ConfigError: ``spike_factor`` is set without ``spike_guard``.
+    """
+    config, origins = parts.config.value, parts.config.origins
+    if config.spike_guard is not None:
+        return SpikeGuard(parts, driver)
+    if origins["spike_factor"].source is not SettingSource.DEFAULT:
+        raise ConfigError(
+            _("spike_factor={factor} has no effect without spike_guard", factor=config.spike_factor),
+            where=str(origins["spike_factor"]),
+            do=_("set spike_guard='warn', 'skip' or 'rollback', or remove spike_factor"),
+        )
+    return None
 
 
 def _facts(spike: Spike, samples: UpdateSamples | None) -> dict[str, Any]:

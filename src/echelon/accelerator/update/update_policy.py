@@ -15,7 +15,7 @@ from echelon.accelerator.epochs import Epochs
 from echelon.accelerator.plugins.configuration import DataLoaderConfiguration
 from echelon.accelerator.update.exact_update import ExactUpdate
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
-from echelon.accelerator.update.spike_guard import SpikeGuard
+from echelon.accelerator.update.spike_guard import build_spike_guard
 from echelon.accelerator.update.step_timing import begin_backward
 from echelon.accelerator.update.update_parts import UpdateParts
 from echelon.base.errors import UsageError
@@ -58,7 +58,7 @@ class UpdatePolicy:
         self.averages_gradients = driver is None or driver.split.averages_gradients
         """Whether the engine averages gradients across ranks; otherwise it sums them."""
         self.window = parts.build_window() if driver is None else driver.window
-        self.spikes = None if parts.config.value.spike_guard is None else SpikeGuard(parts, driver)
+        self.spikes = build_spike_guard(parts, driver)
         """Watches the losses (``spike_guard``)."""
         self.step = 0
         """Number of micro-batches so far; like Accelerate's counter, it restarts at the end of a loader."""

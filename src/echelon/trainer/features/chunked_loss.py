@@ -159,7 +159,14 @@ def chunked_loss(trainer: TrainerMethods, interface: ModelInterface, chunk_size:
         )
     layout = trainer.accelerator.session.layout
     if cuts_sequences(trainer.accelerator) or (layout is not None and (layout.pp_enabled or layout.tp_enabled)):
-        raise _unsupported(_("tp_size, pp_size, cp_size and sp_size divide the head or its tokens over ranks"))
+        raise UsageError(
+            _(
+                "loss_chunk cannot be used: {why}",
+                why=_("tp_size, pp_size, cp_size and sp_size divide the head or its tokens over ranks"),
+            ),
+            where="TrainingArguments.loss_chunk",
+            do=_("remove loss_chunk"),
+        )
     loss = ChunkedLoss(model, head, chunk_size)
     try:
         yield loss
