@@ -97,7 +97,7 @@ API: dict[str, tuple[str, str, list[str]]] = {
         "Settings of the Accelerator",
         "Objects that `Accelerator(...)` takes, and those that it returns.",
         [
-            "echelon.DataLoaderConfiguration", "echelon.GradientAccumulationPlugin", "echelon.FullyShardedDataParallelPlugin",
+            "echelon.ProjectConfiguration", "echelon.DataLoaderConfiguration", "echelon.GradientAccumulationPlugin", "echelon.FullyShardedDataParallelPlugin",
             "echelon.DeepSpeedPlugin", "echelon.ParallelismConfig", "echelon.AutocastKwargs", "echelon.DistributedDataParallelKwargs",
             "echelon.GradScalerKwargs", "echelon.InitProcessGroupKwargs", "echelon.ProfileKwargs", "echelon.DistributedType",
             "echelon.DDPCommunicationHookType", "echelon.PartialState", "echelon.accelerator.AcceleratorState", "echelon.accelerator.explain_out_of_memory", "echelon.accelerator.GradientState",

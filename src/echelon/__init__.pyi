@@ -48,6 +48,7 @@ from echelon.accelerator.plugins.deepspeed_plugin import DeepSpeedPlugin as Deep
 from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from echelon.accelerator.plugins.kwargs_handlers import ProfileKwargs as ProfileKwargs
 from echelon.accelerator.plugins.parallelism_config import ParallelismConfig as ParallelismConfig
+from echelon.accelerator.plugins.project_configuration import ProjectConfiguration as ProjectConfiguration
 from echelon.accelerator.prepare.data_loaders import skip_first_batches as skip_first_batches
 from echelon.accelerator.update.local_sgd import LocalSGD as LocalSGD
 from echelon.accelerator.weight_average import EMA as EMA, SWA as SWA

@@ -19,7 +19,7 @@ from echelon.accelerator import pipeline, sequences
 from echelon.accelerator.checkpoint.checkpoints import Checkpoints
 from echelon.accelerator.current import register_accelerator
 from echelon.accelerator.gradient_state import GradientState
-from echelon.accelerator.metrics import gather_samples, trim_for_metrics
+from echelon.accelerator.metrics import gather_samples, is_repeated, trim_for_metrics
 from echelon.accelerator.models.save_objects import get_state_dict, is_on_several_devices, save, unwrap_model
 from echelon.accelerator.plugins.configuration import (
     DataLoaderConfiguration,
@@ -55,6 +55,7 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.keywords import suggest_keywords
 from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import Progress
+from echelon.base.warnings import warn
 from echelon.compat.enums import DistributedType, FP8BackendType
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -586,8 +587,17 @@ class Accelerator(ProcessMembers):
         if self.session.data_world.world_size == 1:
             return self.trim_for_metrics(input_data)  # an empty canonical shard has a padding sample
         self.session.update.require_every_rank("gather_for_metrics()")
-        last = None if loader is None else loader.step_to_trim()
-        return gather_samples(input_data, last, world=self.session.data_world, objects=use_gather_object)
+        last, world = None if loader is None else loader.step_to_trim(), self.session.data_world
+        gathered = gather_samples(input_data, last, world=world, objects=use_gather_object)
+        if loader is None and is_repeated(gathered, world):
+            warn(
+                _(
+                    "gather_for_metrics() got the same rows from each of {number} processes, outside the loop of a prepared loader: "
+                    "each sample counts {number} times. Pass the evaluation loader to prepare()",
+                    number=world.world_size,
+                )
+            )
+        return gathered
 
     trim_for_metrics = delegate(trim_for_metrics, "gradient_state")
 

@@ -17,7 +17,9 @@ from echelon.distributed.small_messages import gather_bytes
 from echelon.distributed.tree import contents, is_record, leaves, map_tensors, rebuild_like
 from echelon.world.world import World
 
-__all__ = ["gather_samples", "is_column", "num_samples", "own_samples", "trim_for_metrics"]
+__all__ = ["gather_samples", "is_column", "is_repeated", "num_samples", "own_samples", "trim_for_metrics"]
+
+_MIN_REPEATED = 4  # rows; fewer may be equal by chance
 
 
 def gather_samples(data: Any, last: LastStep | None, *, world: World, objects: bool = False) -> Any:
@@ -46,6 +48,19 @@ def gather_samples(data: Any, last: LastStep | None, *, world: World, objects: b
         return gather(data, mesh=world.mesh)  # raises an error that describes the difference
     agreed = iter([_agreed_rows_per_sample([_Rows(*vote) for vote in theirs]) for theirs in zip(*votes)])
     return map_tensors(lambda tensor: _gather_step(tensor, next(agreed), last, world), data)
+
+
+def is_repeated(gathered: Any, world: World) -> bool:
+    """Return whether each rank gave the same rows, several and not all alike, to every tensor of ``gathered``."""
+    tensors = [leaf for leaf in leaves(gathered) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    return bool(tensors) and all(_repeats(tensor, world.world_size) for tensor in tensors)
+
+
+def _repeats(tensor: torch.Tensor, num_ranks: int) -> bool:
+    if len(tensor) % num_ranks or len(tensor) < _MIN_REPEATED * num_ranks:
+        return False
+    first, *others = tensor.chunk(num_ranks)
+    return not torch.equal(first, first[:1].expand_as(first)) and all(torch.equal(first, other) for other in others)
 
 
 def trim_for_metrics(state: GradientState, input_data: Any) -> Any:

@@ -210,7 +210,11 @@ def _tiles(run: RecordedRun, series: StepSeries | None) -> list[dict[str, str]]:
     tiles: list[tuple[str, str, str]] = []
     if series is not None:
         loss = series.last_loss if not math.isnan(series.last_loss) else last_metrics(run).get("loss", math.nan)
-        tiles.append((_("last training loss"), _short(loss), _("of step {step:,}", step=series.last_step)))
+        if series.not_finite_from is None:
+            tiles.append((_("last training loss"), _short(loss), _("of step {step:,}", step=series.last_step)))
+        else:
+            step = _("from step {step:,} on", step=series.not_finite_from)
+            tiles.append((_("last training loss"), "nan", step))
     tiles += _evaluation_tiles(run, series)
     if series is not None:
         repeated = (
@@ -499,7 +503,7 @@ def _finite(value: float) -> float | None:
 def _short(value: float) -> str:
     if math.isnan(value):
         return UNKNOWN
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e8 else f"{value:.4g}"
 
 
 def _memory(mb: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -204,3 +205,21 @@ def _metrics_of_a_sampler(data: Any) -> list[int]:
 def test_metrics_count_the_samplers_samples_not_the_datasets() -> None:
     assert run_on_ranks(_metrics_of_a_sampler, Squares()) == [[0, 1, 4, 9, 16]] * 2
     assert run_on_ranks(_metrics_of_a_sampler, list(range(8))) == [[0, 1, 2, 3, 4]] * 2
+
+
+def _metrics_of_an_unprepared_loader() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    told = []
+    for rows in (torch.arange(8), torch.arange(8) + accelerator.process_index, torch.zeros(8)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.gather_for_metrics((rows, 2 * rows))
+        told.append(" ".join(str(warning.message) for warning in caught))
+    return told
+
+
+def test_rows_that_every_process_has_are_told_outside_a_prepared_loader() -> None:
+    told, by_the_other = run_on_ranks(_metrics_of_an_unprepared_loader)
+    assert "the same rows from each of 2 processes" in told[0]
+    assert told[1:] == ["", ""]
+    assert by_the_other == ["", "", ""]  # rank zero tells

@@ -77,6 +77,7 @@ class Checkpoints:
         """Default handling of changed data. The Trainer replaces this, because it counts positions differently."""
         self._is_warned_of_missing_ranks = False
         self._is_warned_of_weights_left_out = False
+        self._is_warned_of_scheduler_left_out = False
         self._unwrap_model: Callable[[], Any] = lambda: None
         self._get_state_dict: Callable[[], Any] = lambda: None
 
@@ -233,6 +234,7 @@ class Checkpoints:
                 target = Path(output_dir).expanduser()
             session.engine.update_loss_scale()
             self.warn_of_weights_left_out()
+            self._warn_of_scheduler_left_out()
             if safe_serialization and self._chosen_format() == "echelon":
                 pending = self._own_format(target, metric=None if metric is None else float(metric))
             elif not blocking or metric is not None:
@@ -262,6 +264,27 @@ class Checkpoints:
                         "return them",
                         names=shortened(names),
                         kind=type(model).__name__,
+                    )
+                )
+
+    def _warn_of_scheduler_left_out(self) -> None:
+        """Warn once if an optimizer has a scheduler (which sets ``initial_lr``), but none is saved."""
+        objects = self._session.objects
+        if (
+            self._is_warned_of_scheduler_left_out
+            or objects.schedulers
+            or any(hasattr(one, "optimizer") for one in self.custom_objects)
+        ):
+            return
+        for optimizer in objects.optimizers:
+            if any("initial_lr" in group for group in optimizer.param_groups):
+                self._is_warned_of_scheduler_left_out = True
+                warn(
+                    _(
+                        "checkpoints do not hold the learning rate scheduler of {name}, which was not passed to prepare(), so a "
+                        "resumed run continues with other learning rates. Call scheduler = accelerator.prepare(scheduler), or "
+                        "accelerator.register_for_checkpointing(scheduler) for one that each process steps itself",
+                        name=type(optimizer.optimizer).__name__,
                     )
                 )
 
@@ -510,7 +533,7 @@ class Checkpoints:
 
         Raises:
             UsageError: no path was given and checkpoints are not named automatically; no checkpoint exists (with
-                ``must_exist``); or the path is a file or a broken symbolic link.
+                ``must_exist``); nothing was prepared or registered yet; or the path is a file or a broken symbolic link.
             CheckpointError: no checkpoint is complete; the checkpoint belongs to another model; or (with
                 ``parity="off"``) it was saved in the middle of an epoch on a different number of processes.
             DesyncError: some ranks failed; the message names them.
@@ -520,6 +543,11 @@ class Checkpoints:
             ...     accelerator.print(f"continuing at step {accelerator.progress.step}")
         """
         monitored_barrier("resume()")
+        if not (self.models or self._session.objects.optimizers or self.custom_objects):
+            raise UsageError(
+                _("resume() was called before prepare(), so there is nothing to load a checkpoint into"),
+                do=_("call prepare() first, then resume()"),
+            )
         preemption = self._session.preemption
         if not preemption.is_driven:
             # Make it absolute now, because the script may change its working directory before a preemption saves there.

@@ -90,7 +90,7 @@ class AcceleratedOptimizer(Optimizer):
         self.unsynced = False
         self.step_was_skipped = False
         """Whether loss scaling skipped the last step because of infinite gradients, or ``spike_guard`` dropped the update."""
-        self._has_checked_gradients = not engine.capabilities.exposes_state
+        self._checks_gradients = engine.capabilities.exposes_state
         self._is_used = False  # a step has used the current gradients
         self._is_postponed = False  # a step() was postponed to the end of the window, and so is the next zero_grad()
         self._closures = Closures(gradient_state, world)
@@ -150,7 +150,7 @@ class AcceleratedOptimizer(Optimizer):
                 self.engine.zero_grad(self.optimizer)
             else:
                 self.step_was_skipped = not self._step_by_engine(None)
-                if not self._has_checked_gradients:
+                if self._checks_gradients:
                     self._check_gradients()
         else:
             value = self._step_by(closure)
@@ -169,15 +169,18 @@ class AcceleratedOptimizer(Optimizer):
         return value
 
     def _check_gradients(self) -> None:
-        """Warn if the first step finds no gradients at all."""
-        self._has_checked_gradients = True
-        if any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
-            return
+        """Warn once of a step that finds no gradients at all."""
+        for group in self.optimizer.param_groups:  # the first parameter has one, as a rule
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return
+        self._checks_gradients = False
         warn(
             _(
-                "the first step() of {name} finds no gradients, so it changes nothing: the loss was computed by other weights "
+                "step {number} of {name} finds no gradients, so it changes nothing: the loss was computed by other weights "
                 "than those of the optimizer, for example by a model that was made after prepare(). Use the model that "
                 "prepare() returned",
+                number=self.num_steps + 1,
                 name=type(self.optimizer).__name__,
             )
         )

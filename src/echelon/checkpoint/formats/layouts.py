@@ -59,7 +59,12 @@ def require_layout(folder: Path) -> Layout:
     if layout is None:
         require_folder_or_nothing(folder)
         if not folder.is_dir():
-            raise UsageError(_("the folder {path} does not exist", path=folder), do=_("pass a checkpoint folder"))
+            raise UsageError(
+                _("the folder {path} does not exist", path=folder),
+                do=_(
+                    "pass a checkpoint folder (echelon checkpoint ls FOLDER lists them), or call resume(), which finds the newest"
+                ),
+            )
         inside = [folder / "checkpoints", folder]
         found = [
             path for one in inside if one.is_dir() for path in sorted(one.iterdir()) if _NUMBERED.fullmatch(path.name)

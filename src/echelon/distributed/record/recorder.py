@@ -180,7 +180,7 @@ class ProcessRecorder:
             step, loss = steps.first_bad_loss
             text = _(
                 "the loss is {loss} at step {step}: look for inputs that are nan or infinite, divisions "
-                "by zero, and a learning rate that is too high",
+                "by zero, and a learning rate that is too high. Training continues; spike_guard='skip' drops such updates",
                 loss=loss,
                 step=step,
             )

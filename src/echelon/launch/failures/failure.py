@@ -335,7 +335,10 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
     if record.type == "SystemExit":
         return (
             _("{who} failed first: sys.exit({message})", who=who, message=message),
-            _("exit with code 0 on success; any other code means failure"),
+            _(
+                "the program chose this exit code, and its last lines above may say why; argparse exits with 2 if it does not know an "
+                "argument. Only code 0 means success"
+            ),
         )
     thread = _(" (in thread {thread!r})", thread=record.thread) if record.thread else ""
     if cause_of(end, ends) is Cause.COMMUNICATION:
