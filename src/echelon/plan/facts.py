@@ -15,7 +15,10 @@ class TensorFacts:
 
     shape: tuple[int, ...]
     dtype: str
-    storage_bytes: int | None = None  # quantized weights
+    storage_bytes: int | None = None  # quantized weights, with the scales beside them
+    follows_masters: bool = False
+    """Whether master_weights="float32" casts this frozen parameter or buffer from low precision because it is in a norm or beside a weight
+    that is cast (see ``MasterWeights.cast``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,12 @@ class ParameterFacts:
     unit: str  # name of the innermost repeated block that holds it ("" outside the blocks): the unit of sharding
     state: tuple[TensorFacts, ...] = ()  # what the optimizer keeps for it after its first step, from a traced step
     other_names: tuple[str, ...] = ()  # of tied parameters
+    group: int | None = 0  # the optimizer's parameter group that holds it; None: the optimizer does not hold it
+    tp_style: str = (
+        ""  # style of its module in the model's plan for tensor parallelism ("colwise"), if that splits this parameter
+    )
+    is_expert: bool = False  # stacked experts, along dimension 0
+    is_shardable: bool = True  # False: quantized weights that fully_shard cannot divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,10 @@ class ModelFacts:
     buffers: tuple[TensorFacts, ...]
     units: tuple[str, ...]
     class_name: str
+    head_counts: tuple[int, ...] = ()  # numbers of attention heads and key-value heads, which tp must divide
+    stage_pieces: tuple[
+        tuple[str, ...], ...
+    ] = ()  # modules that a pipeline keeps together, in their order; (): it cannot be cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,7 @@ class StepSettings:
 class Moment:
     """Live bytes while one operator runs, rounded up to 512 bytes for each tensor as CUDA's allocator does.
 
-    Parameters, buffers, optimizer state and their gathered copies are not in it: they depend on the layout.
+    Parameters, buffers, optimizer state, their gathered copies and the batch are not in it: they depend on the layout.
     """
 
     phase: Phase
@@ -65,6 +78,9 @@ class Moment:
     temporaries: int  # everything else but gradients of parameters
     gradients: int  # gradients of parameters, whole, in the dtype of the parameters
     offloaded: int = 0  # activations in host memory
+    weight_copies: int = (
+        0  # low-precision copies of parameters that autocast made; fully_shard gathers such copies in their place
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +91,13 @@ class StepTrace:
     moments: tuple[Moment, ...]
     flops: Mapping[str, int]  # by unit, forward and backward, recomputation included
     bytes_moved: Mapping[str, int]  # by unit, read and written by operators
-    batch_bytes: int
+    batch_bytes: int  # of one micro-batch on the device; not in the moments
+    tokens: int = 0  # of the micro-batch (samples, if there are no tokens)
+    outputs: Mapping[str, int] = field(default_factory=dict)  # by unit, bytes of its output: what a pipeline sends
+    attention: Mapping[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # by unit, bytes of queries, and of keys and values
+    routed: Mapping[str, int] = field(default_factory=dict)  # by unit, bytes of the rows that experts get
     notes: tuple[str, ...] = ()  # what the trace could not see
 
 
@@ -116,12 +138,18 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCost:
-    """Collectives of one kind in one optimizer step. ``bytes`` is the input's size summed over the calls of one rank."""
+    """Collectives of one kind in one optimizer step.
 
-    kind: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"
-    axis: str  # the mesh axis: "dp", "tp", ...
+    ``bytes`` is the larger of one rank's input and output (the whole tensor of an all_gather), summed over the calls. In a ring of n ranks,
+    each rank sends (n - 1) / n of it (all_reduce: twice that).
+    """
+
+    kind: str  # "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv"
+    axis: str  # the mesh axes whose ranks take part: "dp_shard", "dp_shard cp", "tp", ...; "dp" for all ranks of ddp and zero1
     count: int
     bytes: int
+    group_size: int = 1
+    when: str = "backward"  # "forward", "backward", "optimizer": what it can overlap with
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +173,5 @@ class LayoutPlan:
     seconds: float  # of one optimizer step, by a roofline: for ranking
     formulas: Mapping[str, str] = field(default_factory=dict)  # the formula behind each number, for --explain
     refused: str = ""  # why this layout cannot run the model; the numbers are then zero
+    worst_peak: int = 0  # the peak if all tokens choose the experts of one rank; without experts, ``peak``
+    notes: tuple[str, ...] = ()  # what is estimated by a rule, or not counted
