@@ -1,0 +1,119 @@
+"""Copies a model and its optimizer without their memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+
+from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
+from echelon.engines.optimizer_copy import attribute_with_parameters, copy_optimizer
+from echelon.engines.quantized_weights import wrapped_tensors
+from echelon.plan.fake_run import fake_like
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+# As in accelerator/master_weights.py: their kernels do not take float32 inputs with low-precision weights.
+_NORMS = (
+    nn.LayerNorm,
+    nn.GroupNorm,
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode, *, masters: bool) -> tuple[nn.Module, dict[int, nn.Parameter]]:
+    """Return a copy of ``model`` with fake parameters and buffers, and its parameters by the id of the original ones.
+
+    Args:
+        masters: whether trained low-precision parameters, and what must follow them, are float32.
+
+    Raises:
+        UsageError: the model cannot be copied.
+    """
+    to_float32 = {id(one) for one in cast_to_masters(model)} if masters else set[int]()
+    memo: dict[int, Any] = {}
+    fakes: dict[int, nn.Parameter] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, FakeTensor) or not wrapped_tensors(parameter):
+            dtype = torch.float32 if id(parameter) in to_float32 else parameter.dtype
+            fakes[id(parameter)] = memo[id(parameter)] = _fake_parameter(parameter, mode, dtype)
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_like(buffer, mode, dtype=torch.float32 if id(buffer) in to_float32 else None)
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:  # of the model's own classes
+        raise UsageError(
+            _("{name} cannot be copied for a plan: {reason}", name=type(model).__name__, reason=error),
+            do=_(
+                "keep tensors that depend on weights out of the attributes of modules, and give modules with handles a __deepcopy__"
+            ),
+        ) from error
+    return copied, fakes
+
+
+def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Parameter:
+    fake = fake_like(parameter, mode, dtype=dtype)
+    with mode:
+        new = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():  # such as the scales of 4-bit weights
+        setattr(new, name, value)
+    return new
+
+
+def cast_to_masters(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers that ``master_weights="float32"`` makes float32 (see ``MasterWeights.cast``)."""
+    trained = [p for p in model.parameters() if p.requires_grad and p.dtype in _LOW_PRECISION]
+    if not trained:
+        return
+    cast = {id(p) for p in trained}
+    yield from trained
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        is_norm = isinstance(module, _NORMS)
+        if is_norm:
+            yield from (p for p in own if not p.requires_grad and p.dtype in _LOW_PRECISION)
+        if is_norm or any(id(p) in cast for p in own):
+            yield from (b for b in module.buffers(recurse=False) if b.dtype in _LOW_PRECISION)
+
+
+def fake_optimizer(
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+    fakes: dict[int, nn.Parameter],
+    model: nn.Module,
+    *,
+    device: str,
+) -> Optimizer:
+    """Return a copy of ``optimizer`` without state for the parameters of ``model``, as it would step them on ``device``.
+
+    Raises:
+        UsageError: a copy would not step as the optimizer does.
+    """
+    if isinstance(optimizer, Optimizer):
+        attribute = attribute_with_parameters(optimizer)
+        if attribute is not None:
+            raise UsageError(
+                _(
+                    "{name} cannot be copied for a plan: its attribute {attribute!r} refers to parameters or to an optimizer",
+                    name=type(optimizer).__name__,
+                    attribute=attribute,
+                ),
+                do=_("plan with the optimizer inside it"),
+            )
+        groups = [
+            {**group, "params": [fakes[id(p)] for p in group["params"] if id(p) in fakes]}
+            for group in optimizer.param_groups
+        ]
+        copied = copy_optimizer(optimizer, groups)
+    else:
+        copied = optimizer(p for p in model.parameters() if p.requires_grad)
+    for group in copied.param_groups if device == "cuda" else ():
+        # What torch chooses on CUDA if nothing is said (torch.optim.optimizer: foreach before the single-tensor loop).
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+    return copied

@@ -1,0 +1,74 @@
+"""Reads from a model what a plan needs: its parameters, their units, and what the optimizer keeps for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.engines.quantized_weights import unshardable_parameters, wrapped_tensors
+from echelon.plan.facts import ModelFacts, ParameterFacts, TensorFacts
+from echelon.plan.fake_run import tensors_in
+
+
+def model_facts(
+    model: nn.Module, units: Iterable[str], fakes: Mapping[int, nn.Parameter], optimizer: Optimizer
+) -> ModelFacts:
+    """Return the facts of ``model`` as it was loaded.
+
+    Args:
+        units: names of the modules that ``fully_shard`` shards as one.
+        fakes: the parameters that ``optimizer`` has stepped, by the id of those of ``model``.
+    """
+    ordered = [name for name, _module in model.named_modules() if name in {*units}]
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    whole = {id(p) for p in unshardable_parameters(model, None).values()}
+    found = []
+    for key, parameter in parameters.items():
+        fake = fakes.get(key, parameter)
+        first, *others = names[key]
+        found.append(
+            ParameterFacts(
+                name=first,
+                tensor=_tensor_facts(parameter),
+                is_trainable=parameter.requires_grad,
+                unit=max((one for one in ordered if first.startswith(f"{one}.")), key=len, default=""),
+                state=tuple(map(_tensor_facts, tensors_in(optimizer.state.get(fake, {})))),
+                other_names=tuple(others),
+                group=groups.get(id(fake)),
+                is_shardable=key not in whole,
+            )
+        )
+    return ModelFacts(
+        parameters=tuple(found),
+        buffers=tuple(map(_tensor_facts, model.buffers())),
+        units=tuple(ordered),
+        class_name=type(model).__name__,
+    )
+
+
+def _tensor_facts(tensor: torch.Tensor) -> TensorFacts:
+    inner = wrapped_tensors(tensor)
+    plain = tensor.numel() * tensor.element_size()
+    stored = sum(_num_bytes(one) for one in (inner.values() or [tensor]))
+    return TensorFacts(
+        tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), None if stored == plain else stored
+    )
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    scales: Any = getattr(tensor, "quant_state", None)  # of bitsandbytes
+    beside = (
+        0
+        if scales is None
+        else sum(one.numel() * one.element_size() for one in scales.as_dict().values() if isinstance(one, torch.Tensor))
+    )
+    return tensor.numel() * tensor.element_size() + beside

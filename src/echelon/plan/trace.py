@@ -1,0 +1,308 @@
+"""Traces one step of a model under fake tensors: the memory while each operator runs, its line, and the work of each block."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from echelon.distributed.tree import map_tensors
+from echelon.engines.activation_checkpointing import blocks_of, checkpoint_activations
+from echelon.engines.fsdp.options import ShardingOptions
+from echelon.engines.fsdp.wrap_policy import modules_to_shard
+from echelon.engines.random_numbers import restore_states, save_states
+from echelon.plan.cuda_operators import run_as_on_cuda
+from echelon.plan.facts import ModelFacts, Phase, StepSettings, StepTrace
+from echelon.plan.fake_copy import fake_model, fake_optimizer
+from echelon.plan.fake_run import FakeRun, fake_like, fake_mode, tensors_in
+from echelon.plan.model_facts import model_facts
+from echelon.plan.storages import Operator, StorageLedger
+from echelon.precision.policy import PrecisionPolicy
+
+Device = Literal["cuda", "cpu"]
+"""The device whose operators are traced. Kernels differ: fused attention, dropout, the dtypes of autocast, foreach optimizers."""
+
+_LINE = "echelon_line"  # key in the metadata of autograd's nodes
+_PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[1]), "<")
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward})
+_ATTENTION = frozenset({torch.nn.functional.scaled_dot_product_attention})
+_FLASH_ON_CPU_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_NOTES = (
+    "not counted: fragmentation of the allocator, workspaces inside kernels (cuBLAS, cuDNN), NCCL's buffers, the CUDA context",
+    "attention: the fused kernels (flash, memory-efficient) that torch chooses on CUDA, without the scores, and their gradient of the "
+    "queries in float32",
+)
+
+
+def trace_step(
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+    compute_loss: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Any,
+    settings: StepSettings,
+    *,
+    sharding: ShardingOptions | None = None,
+    blocks: tuple[str, ...] = (),
+    adapt: Callable[[nn.Module, StepSettings], None] | None = None,
+    device: Device = "cuda",
+) -> tuple[ModelFacts, StepTrace]:
+    """Run a step of a copy of ``model`` that has no memory, and return what it would have in memory.
+
+    ``model`` is unchanged, and may be on the meta device. Its units are the modules that ``fully_shard`` shards as one (see
+    ``modules_to_shard``): by default the classes in ``_no_split_modules``.
+
+    Args:
+        model: the model, not prepared.
+        optimizer: of the parameters of ``model``, or a function that makes one of trained parameters.
+        compute_loss: returns the loss of a model for a batch: a scalar.
+        batch: ``settings.micro_batch`` samples: values of tensors up to 16 MiB are kept, as masks and labels need them.
+        settings: what changes the memory of a step on one device.
+        sharding: selects the units.
+        blocks: classes of the blocks that are recomputed (``activation_checkpointing_blocks``).
+        adapt: changes the copy of the model before the step, such as the way in which it computes its loss (``settings.loss_chunk``).
+        device: whose operators are traced.
+
+    Raises:
+        ConfigError: the activation checkpointing mode does not fit the model.
+        UsageError: the model or the optimizer cannot be copied.
+    """
+    mode = fake_mode()
+    masters = settings.mixed_precision != "no" and settings.master_weights == "float32"
+    copied, fakes = fake_model(model, mode, masters=masters)
+    copied.train()
+    stepping = fake_optimizer(optimizer, fakes, copied, device=device)
+    batch = map_tensors(lambda one: _without_memory(one, mode), batch)
+    if adapt is not None:
+        adapt(copied, settings)
+    units = {
+        module: name
+        for module in modules_to_shard(copied, sharding or ShardingOptions())
+        for name, other in copied.named_modules()
+        if other is module
+    }
+    recorder = TracedStep(copied, units, device=device)
+    recomputed = []
+    if settings.activation_checkpointing != "none":
+        where = "activation_checkpointing"
+        recomputed = blocks_of(copied, blocks, where=where)
+        for block in recomputed:
+            recorder.watch(block)
+        checkpoint_activations(recomputed, settings.activation_checkpointing, where=where)
+    PrecisionPolicy(mode=settings.mixed_precision, device_type="cpu").wrap_forward(copied)  # type: ignore[arg-type]
+    recorder.exclude(tensors_in(batch))
+    if settings.activation_checkpointing == "offload":
+        recorder.offload_inputs(recomputed)
+    states = save_states(torch.device("cpu"))
+    try:
+        with FakeRun(mode, recorder.observe), recorder:
+            compute_loss(copied, batch).backward()  # type: ignore[no-untyped-call]
+            recorder.name_gradients()
+            with recorder.phase_of("optimizer", f"{type(stepping).__name__}.step"):
+                stepping.step()
+            recorder.name_states(stepping)
+    finally:
+        restore_states(torch.device("cpu"), states)
+    facts = model_facts(model, units.values(), fakes, stepping)
+    return facts, recorder.trace(settings, batch)
+
+
+def _without_memory(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
+    """Return ``tensor``, or a fake one in its place if it has no values that a model could ask for."""
+    return fake_like(tensor, mode) if tensor.is_floating_point() or tensor.is_meta else tensor
+
+
+class TracedStep(TorchFunctionMode):
+    """Sees the functions of torch that a step calls, and the operators that they run; knows the line and the unit of each."""
+
+    def __init__(self, model: nn.Module, units: dict[nn.Module, str], *, device: Device) -> None:
+        super().__init__()
+        self._model = model
+        self._device = device
+        self._parameters = {id(p.untyped_storage()) for p in model.parameters() if p.layout == torch.strided}
+        self.ledger = StorageLedger([*model.parameters(), *model.buffers()])
+        self.flops: Counter[str] = Counter()
+        self.bytes_moved: Counter[str] = Counter()
+        self.outputs: dict[str, int] = {}
+        self.attention: dict[str, tuple[int, int]] = {}
+        self._phase: Phase = "forward"
+        self._line = ""  # of the function that runs
+        self._node = ("", "")  # line and unit of the backward pass's node that runs
+        self._units: list[str] = []
+        self._saved_inputs: list[tuple[str, torch.Tensor, int]] = []
+        self._depth = 0
+        for module in model.modules():
+            module.register_forward_pre_hook(partial(self._enter, units.get(module)))
+            module.register_forward_hook(partial(self._leave, units.get(module)), always_call=True)
+
+    # ---- what is seen ------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _BACKWARD and self._phase != "backward":
+            return self._backward(func, args, kwargs)
+        before, self._line = self._line, self._line or _line_of(inspect.currentframe())
+        try:
+            if func in _ATTENTION:
+                self._note_attention(*args, **kwargs)
+            result = run_as_on_cuda(func, args, kwargs) if self._device == "cuda" else func(*args, **kwargs)
+            if self._phase == "forward":
+                self._label(result)
+            return result
+        finally:
+            self._line = before
+
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record an operator that has just run. (For ``FakeRun``.)"""
+        name, line, unit = func.overloadpacket.__name__, self._line or self._node[0], self._unit()
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
+        kind = "temporaries"
+        if name == "_to_copy" and id(inputs[0].untyped_storage()) in self._parameters:
+            kind = "weight_copies"
+        operator = Operator(self._phase, unit, f"{line} {name}".lstrip())
+        if name == _FLASH_ON_CPU_BACKWARD and self._device == "cuda":
+            operator.inside = 4 * inputs[1].numel()  # the gradient of the queries is summed in float32
+        self.ledger.record(operator, outputs, kind=kind)
+        self.flops[unit] += _flops(func, args, kwargs, result)
+        if not func.is_view:
+            self.bytes_moved[unit] += sum(one.numel() * one.element_size() for one in (*inputs, *outputs))
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> None:
+        self._label(args[:1] or kwargs.get("tensors"))
+        self.ledger.end_forward()
+        with self.phase_of("backward", ""):
+            func(*args, **kwargs)
+
+    @contextmanager
+    def phase_of(self, phase: Phase, line: str) -> Iterator[None]:
+        """Attribute the operators inside the block to ``phase`` and ``line``."""
+        before = self._phase, self._line
+        self._phase, self._line, self._node = phase, line, ("", "")
+        try:
+            yield
+        finally:
+            self._phase, self._line = before
+
+    def _label(self, result: Any) -> None:
+        """Let the nodes that a function has added to autograd's graph know the line and the unit of the function."""
+        label = (self._line, self._unit())
+        nodes: list[Any] = [one.grad_fn for one in tensors_in(result)]
+        while nodes:
+            node = nodes.pop()
+            if node is not None and _LINE not in node.metadata:
+                node.metadata[_LINE] = label
+                node.register_prehook(partial(self._run_node, label))
+                nodes += [one for one, _number in node.next_functions]
+
+    def _unit(self) -> str:
+        """Return the unit that runs; in a backward pass, that of the node that runs."""
+        return self._units[-1] if self._units else self._node[1]
+
+    def _run_node(self, label: tuple[str, str], _gradients: Any) -> None:
+        self._node = label
+
+    # ---- units -------------------------------------------------------------------------------------------------------
+
+    def watch(self, block: nn.Module) -> None:
+        """See the functions that the forward pass of ``block`` calls, also when it is recomputed. Call before it is wrapped."""
+        block.forward = partial(self._watched, block.forward)
+
+    def _watched(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._resume()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._pause()
+
+    def _resume(self) -> None:
+        """In a backward pass, torch has left this mode: enter it for the modules that are recomputed."""
+        if self._phase == "backward":
+            self._depth += 1
+            if self._depth == 1:
+                self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _pause(self) -> None:
+        if self._phase == "backward":
+            self._depth -= 1
+            if self._depth == 0:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _enter(self, name: str | None, _module: nn.Module, _args: Any) -> None:
+        self._resume()
+        if name is not None:
+            self._units.append(name)
+
+    def _leave(self, name: str | None, _module: nn.Module, _args: Any, outputs: Any) -> None:
+        if name is not None:
+            self._units.pop()
+            self.outputs[name] = sum(one.numel() * one.element_size() for one in tensors_in(outputs))
+        self._pause()
+
+    def _note_attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_args: Any, **_k: Any
+    ) -> None:
+        sizes = [one.numel() * one.element_size() for one in (query, key, value)]
+        self.attention[self._unit()] = (sizes[0], sizes[1] + sizes[2])
+
+    # ---- what storages are for ---------------------------------------------------------------------------------------
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count these tensors."""
+        for tensor in tensors:
+            self.ledger.exclude(tensor)
+
+    def name_gradients(self) -> None:
+        """Note which storages are the gradients of parameters."""
+        self.ledger.name((p.grad for p in self._model.parameters() if p.grad is not None), "gradients")
+
+    def name_states(self, optimizer: Optimizer) -> None:
+        """Do not count what the optimizer keeps."""
+        self.exclude(one for state in optimizer.state.values() for one in tensors_in(state))
+
+    def offload_inputs(self, blocks: Iterable[nn.Module]) -> None:
+        raise NotImplementedError
+
+    def trace(self, settings: StepSettings, batch: Any) -> StepTrace:
+        """Return what was seen."""
+        tensors = list(tensors_in(batch))
+        return StepTrace(
+            settings=settings,
+            moments=tuple(self.ledger.moments()),
+            flops=dict(self.flops),
+            bytes_moved=dict(self.bytes_moved),
+            batch_bytes=sum(one.untyped_storage().nbytes() for one in tensors),
+            tokens=max((one.numel() for one in tensors if not one.is_floating_point()), default=settings.micro_batch),
+            outputs=self.outputs,
+            attention=self.attention,
+            notes=_NOTES if self._device == "cuda" else (),
+        )
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the floating-point operations of an operator, counted as in ``torch.utils.flop_counter``."""
+    name = func.overloadpacket.__name__.replace("_for_cpu", "")  # flash attention
+    packet = getattr(torch.ops.aten, name) if name.startswith("_scaled_dot") else func.overloadpacket
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """Return ``file:line`` of the innermost call outside of torch and echelon."""
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@lru_cache(maxsize=1024)
+def _short(file: str) -> str:
+    return file.rpartition("site-packages/")[2]

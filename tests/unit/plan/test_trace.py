@@ -1,0 +1,132 @@
+"""A traced step predicts the memory, the gradients and the states of a real one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from echelon.plan.facts import StepSettings
+from echelon.plan.trace import trace_step
+
+
+class Counter(TorchDispatchMode):
+    """Counts the bytes of the storages that operators have made and that are alive, rounded up to 512 each."""
+
+    def __init__(self, outside: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak: dict[str, int] = {}
+        self.phase = "forward"
+        self.known = {id(one.untyped_storage()) for one in outside}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(one, torch.Tensor) and id(one.untyped_storage()) not in self.known:
+                storage = one.untyped_storage()
+                size = (storage.nbytes() + 511) // 512 * 512
+                self.known.add(id(storage))
+                self.live += size
+                weakref.finalize(storage, self.free, id(storage), size)
+        self.peak[self.phase] = max(self.peak.get(self.phase, 0), self.live)
+        return out
+
+    def free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def measured(model: nn.Module, optimizer: Any, compute_loss: Callable[..., Any], batch: Any) -> dict[str, int]:
+    """Return the peak of each phase of a real second step, when the optimizer has its state."""
+    compute_loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    tensors = list(batch.values()) if isinstance(batch, dict) else list(batch)
+    states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    with Counter([*model.parameters(), *model.buffers(), *states, *tensors]) as counter:
+        loss = compute_loss(model, batch)
+        counter.phase = "backward"
+        loss.backward()
+        del loss
+        counter.phase = "optimizer"
+        optimizer.step()
+    return counter.peak
+
+
+def predicted(
+    model: nn.Module, optimizer: Any, compute_loss: Callable[..., Any], batch: Any, settings: StepSettings
+) -> dict[str, int]:
+    _facts, trace = trace_step(model, optimizer, compute_loss, batch, settings, device="cpu")
+    peaks: dict[str, int] = {}
+    for one in trace.moments:
+        live = one.activations + one.temporaries + one.gradients + one.weight_copies
+        peaks[one.phase] = max(peaks.get(one.phase, 0), live)
+    return peaks
+
+
+class Net(nn.Module):
+    """Two layers with a dropout, a tied head and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 64)
+        self.norm = nn.LayerNorm(64)
+        self.inner = nn.Linear(64, 200)
+        self.outer = nn.Linear(200, 64)
+        self.head = nn.Linear(64, 100, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        hidden = hidden + self.outer(torch.nn.functional.gelu(self.inner(self.norm(hidden))))
+        return self.head(torch.nn.functional.dropout(hidden, 0.1, self.training))
+
+
+def net_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def net_batch() -> dict[str, torch.Tensor]:
+    return {name: torch.randint(0, 100, (8, 50)) for name in ("ids", "labels")}
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_each_phase_takes_the_memory_of_a_real_step(foreach: bool) -> None:
+    model, batch = Net(), net_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    expected = predicted(model, optimizer, net_loss, batch, StepSettings(micro_batch=8))
+    assert measured(model, optimizer, net_loss, batch) == expected
+
+
+def test_parameters_units_and_states_are_those_of_the_model() -> None:
+    model = Net()
+    model._no_split_modules = ["Linear"]
+    model.norm.requires_grad_(False)
+    optimizer = torch.optim.SGD([{"params": [model.inner.weight]}, {"params": [model.inner.bias]}], 0.1, momentum=0.9)
+    facts, trace = trace_step(model, optimizer, net_loss, net_batch(), StepSettings(micro_batch=8))
+    by_name = {one.name: one for one in facts.parameters}
+    assert facts.units == ("inner", "outer")
+    assert by_name["embed.weight"].other_names == ("head.weight",)
+    assert by_name["embed.weight"].unit == ""
+    assert not by_name["norm.weight"].is_trainable
+    assert [one.shape for one in by_name["inner.weight"].state] == [(200, 64)]
+    assert (by_name["inner.weight"].group, by_name["inner.bias"].group, by_name["outer.bias"].group) == (0, 1, None)
+    # Products of 400 rows: the forward pass once; the backward pass for inputs and weights.
+    assert trace.flops == {"": 3 * 2 * 400 * 64 * 100, "inner": 3 * 2 * 400 * 64 * 200, "outer": 3 * 2 * 400 * 64 * 200}
+
+
+def test_the_model_and_the_random_numbers_are_left_alone() -> None:
+    model, batch = Net(), net_batch()
+    state, before = torch.get_rng_state(), [p.clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    trace_step(model, optimizer, net_loss, batch, StepSettings(micro_batch=8))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert not optimizer.state
