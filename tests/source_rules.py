@@ -113,8 +113,11 @@ def violations(path: str, source: str) -> list[str]:
 
 
 def engine_branches(path: str, source: str) -> list[str]:
-    """Find branches on the engine outside ``engines/``; callers must use its Capabilities."""
-    if _folder(path) == "engines":
+    """Find branches on the engine outside ``engines/``; callers must use its Capabilities.
+
+    ``plan/`` predicts what each engine would do, by name: none is running.
+    """
+    if _folder(path) in ("engines", "plan"):
         return []
     lines = []
     for node in ast.walk(_parse(source)):

@@ -20,6 +20,10 @@ _PEAKS = MappingProxyType(
         r"L40": 181e12,
         r"L4": 121e12,
         r"V100": 125e12,
+        r"RTX 3090": 71e12,
+        r"RTX 4090": 165e12,
+        r"RTX 5090": 209e12,
+        r"MI250X?": 181e12,  # one of the two devices of a card
         r"MI300X": 1307e12,
     }
 )

@@ -107,7 +107,7 @@ def cut_model(model: nn.Module, num_stages: int, *, stages: Sequence[Sequence[st
             )
         modules = dict(model.named_modules())
         sizes = [sum(_size(modules[name], stages == "layers") for name in piece) for piece in pieces]
-        groups = _balanced(sizes, num_stages)
+        groups = balanced_ranges(sizes, num_stages)
         return StageCut(stages=tuple(tuple(n for p in pieces[a:b] for n in p) for a, b in groups), kind=kind)
     given = tuple(tuple(names) for names in stages)
     if len(given) != num_stages:
@@ -193,7 +193,7 @@ def _check_names(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
         )
 
 
-def _balanced(sizes: Sequence[int], num_groups: int) -> list[tuple[int, int]]:
+def balanced_ranges(sizes: Sequence[int], num_groups: int) -> list[tuple[int, int]]:
     """Return ``num_groups`` consecutive, nonempty ranges of ``sizes`` whose largest sum is as small as possible."""
     sums = [0]
     for size in sizes:
