@@ -34,11 +34,12 @@ from echelon.base.optional import install_command, is_available
 from echelon.compat.machine import convert_bytes, get_driver_version
 from echelon.config.derive import derive
 from echelon.config.files import find_config_file, from_file
+from echelon.config.library_variables import replaced_libraries
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig, field_names, field_types
 from echelon.config.sources import from_environment
-from echelon.launch.environment import inherited, replaced_libraries
+from echelon.launch.environment import inherited
 from echelon.world.environment import detect
 from echelon.world.launch_variables import schedulers_and_notebooks
 

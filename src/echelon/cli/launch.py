@@ -29,6 +29,7 @@ from echelon.cli.launch_options import ARGV, NUMBERS, OPTIONS, LaunchCommand, fl
 from echelon.config.derive import check as check_settings, check_installed, derive
 from echelon.config.explain import overridden
 from echelon.config.files import find_accelerator_request, find_config_file, from_file
+from echelon.config.library_variables import replaced_libraries
 from echelon.config.origin import SettingSource
 from echelon.config.resolve import Layer, Resolved, resolve
 from echelon.config.run_record import RUN_FILE, to_run_file
@@ -36,7 +37,7 @@ from echelon.config.schema import RunConfig
 from echelon.config.sources import from_environment, without_effect
 from echelon.launch.agent import Job, run_job
 from echelon.launch.coordinator import joined_run
-from echelon.launch.environment import LOOPBACK_INTERFACE, rank_variables, replaced_libraries
+from echelon.launch.environment import LOOPBACK_INTERFACE, rank_variables
 from echelon.launch.interrupts import Interrupted, Interrupts, handle_signals
 from echelon.launch.local.capacity import check_capacity
 from echelon.launch.local.output import Outputs, parse_streams

@@ -56,6 +56,13 @@ def disable_fsdp_ram_efficient_loading() -> None:
     environ.write({_EFFICIENT: "False", WROTE_VARIABLE: None})
 
 
+def replaced_libraries() -> str | None:
+    """Return the libraries that echelon replaces (``ECHELON_AS``), separated by commas: in this rank, or, for the launcher, in ranks
+    for which no flag says so.
+    """
+    return environ.get("ECHELON_AS")
+
+
 def configure_transformers() -> None:
     """Set transformers' variables if code sets ``cpu_ram_efficient_loading=True``; other Accelerators ignore them."""
     missing = [name for name in (_SHARDED, _EFFICIENT) if not parse_flag_from_env(name)]

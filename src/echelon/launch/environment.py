@@ -32,11 +32,6 @@ def is_of_rank(name: str) -> bool:
     return name in _OF_A_RANK or name.startswith(_OF_A_JOB)
 
 
-def replaced_libraries() -> str | None:
-    """Return the libraries that echelon replaces in ranks if no flag says so (``ECHELON_AS``), separated by commas."""
-    return environ.get("ECHELON_AS")
-
-
 def interface_variables(interface: str | None) -> dict[str, str]:
     """Return the variables that bind gloo and NCCL to the interface that the user chose, or else to ``interface`` if it is known."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -14,8 +14,11 @@ from torch import nn
 
 from echelon import Accelerator
 from echelon.accelerator.master_weights import MasterWeights
+from echelon.accelerator.setup.choose_precision import choose_master_weights
+from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
+from echelon.config.sources import current
 
 
 @pytest.fixture(autouse=True)
@@ -221,3 +224,40 @@ def test_weights_that_cannot_be_rounded_are_refused(dtype: torch.dtype, text: st
     model = nn.Linear(4, 4).to(dtype)
     with pytest.raises(ConfigError, match=text):
         _accelerator(master_weights="stochastic").prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("asked", [None, "float32"])
+def test_a_program_of_accelerate_trains_the_weights_that_it_loaded_unless_it_asks(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ECHELON_AS", "accelerate")
+    model, plain = (nn.Linear(4, 4, bias=False).bfloat16() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizer, plain_optimizer = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain))
+    accelerator = _accelerator(master_weights=asked)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", EchelonWarning)
+        prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
+    for step in range(3):
+        x = torch.full((2, 4), step + 1.0)
+        accelerator.backward(prepared(x).square().mean())
+        prepared_optimizer.step()
+        prepared_optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = plain(x)
+        outputs.float().square().mean().backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    resolved = accelerator.session.config
+    if asked is None:
+        assert torch.equal(model.weight, plain.weight)
+        assert model.weight.dtype == torch.bfloat16
+        assert "1 of 1 trained parameters are bfloat16 themselves" in str(told[0].message)
+        assert "set master_weights='float32'" in str(told[0].message)
+        assert str(resolved.origins["master_weights"]) == "derived as accelerate (ECHELON_AS)"
+    else:
+        assert model.weight.dtype == torch.float32
+        assert told == []
+    # accelerate casts them where it shards them
+    sharded = choose_master_weights(current(), Capabilities(name="fsdp2", replicates=False, shards_parameters=True))
+    assert sharded.value.master_weights == "float32"

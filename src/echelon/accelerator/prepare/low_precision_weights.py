@@ -106,8 +106,8 @@ def check_stepped_weights(session: Session, optimizers: Sequence[Optimizer]) -> 
         _(
             "mixed_precision={mode!r}, but {number} of {total} trained parameters are {kind} themselves, and so is the optimizer's "
             "state of them: an update that changes a weight by less than about 1/256 of it is lost. To train float32 weights, "
-            "remove master_weights='keep', or load the model in float32 (from_pretrained(..., dtype=torch.float32)); the forward "
-            "pass still computes in low precision",
+            "set master_weights='float32' (echelon launch --master_weights float32), or load the model in float32 "
+            "(from_pretrained(..., dtype=torch.float32)); the forward pass still computes in low precision",
             mode=session.precision.mode,
             number=len(low),
             total=len(held),

@@ -35,7 +35,7 @@ from echelon.accelerator.prepare.canonical_chunks import canonical_chunks_of
 from echelon.accelerator.prepared_objects import PreparedObjects
 from echelon.accelerator.profiling import ProfileKwargs
 from echelon.accelerator.session import Session
-from echelon.accelerator.setup.choose_precision import choose_precision
+from echelon.accelerator.setup.choose_precision import choose_master_weights, choose_precision
 from echelon.accelerator.unprepared_model import UnpreparedModelCheck
 from echelon.accelerator.update.bitwise_update import build_shard_split
 from echelon.accelerator.update.exact_update import ExactUpdate, RankSplit
@@ -124,6 +124,7 @@ def build_session(
     built = build_engine(
         deepspeed.engine, world, scaler, of_ddp, sharding, options, engine_from=config.origins["engine"]
     )
+    config = choose_master_weights(config, built.capabilities)
     objects = PreparedObjects()
     scaler = None if built.capabilities.owns_loss_scaling else scaler
     live_check = _build_live_check(

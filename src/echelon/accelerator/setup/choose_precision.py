@@ -1,12 +1,14 @@
-"""The precision that ``speed="max"`` chooses."""
+"""The precision that ``speed="max"`` chooses, and what trains low-precision weights where echelon stands in for accelerate."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
 
+from echelon.base.capabilities import Capabilities
 from echelon.base.device import has_bf16
 from echelon.base.logging import get_logger
+from echelon.config.library_variables import replaced_libraries
 from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -36,3 +38,19 @@ def choose_precision(config: Resolved[RunConfig]) -> Resolved[RunConfig]:
     origin = Origin(SettingSource.DERIVED, "speed='max'")
     origins = MappingProxyType({**config.origins, "mixed_precision": origin})
     return replace(config, value=replace(config.value, mixed_precision="bf16"), origins=origins)
+
+
+def choose_master_weights(config: Resolved[RunConfig], facts: Capabilities) -> Resolved[RunConfig]:
+    """Return ``config`` with ``master_weights="keep"`` if echelon stands in for accelerate and nothing else was asked for.
+
+    A program that is written for accelerate expects the numbers of accelerate, which casts such weights only when it shards them.
+
+    Source: accelerate.Accelerator.prepare_model and accelerate.utils.fsdp_utils.fsdp2_prepare_model (1.15).
+    """
+    libraries = replaced_libraries()
+    is_asked = config.origins["master_weights"].source is not SettingSource.DEFAULT
+    if libraries is None or is_asked or facts.shards_parameters or not facts.exposes_state:
+        return config
+    origin = Origin(SettingSource.DERIVED, "as accelerate (ECHELON_AS)")
+    origins = MappingProxyType({**config.origins, "master_weights": origin})
+    return replace(config, value=replace(config.value, master_weights="keep"), origins=origins)
