@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -56,6 +55,7 @@ from echelon.base.keywords import suggest_keywords
 from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import Progress
 from echelon.base.warnings import warn
+from echelon.checkpoint.object_store import Location
 from echelon.compat.enums import DistributedType, FP8BackendType
 from echelon.config.resolve import Resolved
 from echelon.config.schema import RunConfig
@@ -690,7 +690,7 @@ class Accelerator(ProcessMembers):
     save_state = delegate(Checkpoints.save_state, "checkpoints")
     load_state = delegate(Checkpoints.load_state, "checkpoints")
     resume = delegate(Checkpoints.resume, "checkpoints")
-    best_checkpoint: Path | None = property(  # type: ignore[assignment]
+    best_checkpoint: Location | None = property(  # type: ignore[assignment]
         lambda self: self.checkpoints.store.best(),
         doc="The automatically named checkpoint with the best ``metric``; None if no checkpoint has a metric.",
     )

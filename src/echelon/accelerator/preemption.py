@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 from weakref import WeakMethod
 
+from echelon.checkpoint.object_store import ObjectPath
 from echelon.distributed.peer_responder import Watcher
 from echelon.distributed.preemption import Preempted, member_of_launch, on_signals
 from echelon.status.stop_barrier import BarrierMember
@@ -36,7 +37,7 @@ class PreemptionHandler:
         """This rank's part in the agreement on where to stop; None if it takes no part."""
         self.is_driven = False
         """Whether the caller (the Trainer) checks for preemption itself, at its own step boundaries."""
-        self.folder: str | os.PathLike[str] | None = None
+        self.folder: str | os.PathLike[str] | ObjectPath | None = None
         """Folder passed to ``resume``."""
         self.save_and_end: WeakMethod[Callable[[], NoReturn]] | None = None
         """Saves and ends the run. Weak, because a cycle would keep the Accelerator's lock thread alive until garbage

@@ -30,6 +30,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "liger": ("liger-kernel>=0.4",),
         "mlflow": ("mlflow>=2.9",),
         "notebook": ("cloudpickle>=2.2",),
+        "object-store": ("obstore>=0.8",),
         "optimi": ("torch-optimi>=0.2",),
         "optuna": ("optuna>=3.0",),
         "ray": ("ray[train]>=2.60",),

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 from echelon.base.errors import CheckpointError
+from echelon.base.logging import get_logger
+from echelon.base.messages.translation import gettext_noop as N_
+from echelon.checkpoint.object_store import ObjectPath
 from echelon.checkpoint.plan import Gather
 from echelon.checkpoint.save import PendingCheckpoint
 from echelon.distributed.stores import store_of
@@ -23,6 +26,8 @@ EXIT_CODE = 74
 """Exit code of a process that ends because it cannot write checkpoints (EX_IOERR in sysexits.h)."""
 
 _POLL_S = 0.02
+_EXIT_POLL_S = 0.5
+_logger = get_logger(__name__)
 
 
 class TooManyFailedSavesError(CheckpointError):
@@ -84,6 +89,9 @@ class BackgroundSaver:
         # Not a daemon: Python joins it at exit, so that the checkpoint is finished.
         self._thread = threading.Thread(target=work, name=f"checkpoint {pending.target.name}")
         self._thread.start()
+        if isinstance(pending.target, ObjectPath):
+            arguments = (self._thread, pending.target)
+            threading.Thread(target=_say_at_exit, args=arguments, name="upload at exit", daemon=True).start()
 
     def _copied(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """Copy ``tensors`` to host memory. The next call overwrites the copy."""
@@ -114,6 +122,15 @@ class BackgroundSaver:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _say_at_exit(upload: threading.Thread, target: ObjectPath) -> None:
+    """Say if the program ends before ``upload`` does, because Python then waits for it without a word."""
+    while upload.is_alive():
+        upload.join(_EXIT_POLL_S)
+        if upload.is_alive() and not threading.main_thread().is_alive():
+            _logger.warning(N_("the program has ended; it exits when the checkpoint %s is uploaded"), target)
+            return
 
 
 def _report(saver: weakref.ref[BackgroundSaver]) -> None:

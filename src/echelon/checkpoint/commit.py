@@ -15,12 +15,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import overload
 
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
-from echelon.checkpoint import storage
+from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.manifest import MANIFEST, is_inside, is_part as is_part_of_own, listed_files, read_manifest
+from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.checkpoint.tensor_file import FileFacts, sync_file, write_file
 
 _ASIDE = re.compile(r"(.+)\.(tmp|old)-[0-9a-f]{16}")
@@ -41,8 +43,7 @@ class PendingFolder:
     """The files of a save, which nobody takes for a checkpoint before ``commit``: a folder ``<name>.tmp-<token>``.
 
     Each rank that writes has one of these objects. The rank that creates the folder owns and commits it. Saves use only the
-    methods of this class, so that checkpoints can be kept in other places than folders: a store of objects would write parts
-    under names with the token, and commit by creating the manifest.
+    methods that ``PendingObjects`` has, too.
     """
 
     target: Path
@@ -86,6 +87,15 @@ class PendingFolder:
         else:
             self.is_owner = True
 
+    def folder_to_add(self) -> Path:
+        """Return the folder to which other code writes files of its own, before ``sync_added``."""
+        return self.path
+
+    @property
+    def is_added_to(self) -> bool:
+        """Whether this rank calls ``sync_added``."""
+        return self.is_owner
+
     def is_visible(self) -> bool:
         """Return whether this process can see the folder, allowing for a slow network file system."""
         deadline = time.monotonic() + _VISIBLE_WITHIN_S
@@ -94,9 +104,14 @@ class PendingFolder:
         return storage.kind(self.path) == "folder"
 
     def write(
-        self, name: str, contents: Iterable[bytes | memoryview], *, progress: Callable[[int], None] = lambda _: None
+        self,
+        name: str,
+        contents: Iterable[bytes | memoryview],
+        *,
+        num_bytes: int,
+        progress: Callable[[int], None] = lambda _: None,
     ) -> FileFacts:
-        """Write a new file. Return once it is durable."""
+        """Write a new file. Return once it is durable. ``num_bytes`` is its approximate size."""
         return write_file(self.path / name, contents, progress=progress)
 
     def sync_added(self, *, is_part: Callable[[str], bool]) -> dict[str, FileFacts]:
@@ -149,7 +164,7 @@ class PendingFolder:
         target, new = self.target, self.path
         self._has_manifest = manifest is not None
         if manifest is not None:
-            self.write(MANIFEST, manifest)
+            self.write(MANIFEST, manifest, num_bytes=0)
         is_new = storage.kind(target) is None
         if not is_new:
             replaced = listed_files(target)
@@ -220,8 +235,10 @@ def new_folder(target: Path) -> Iterator[Path]:
         folder.commit(None, is_part=lambda _: True)
 
 
-def make_folders(folder: Path) -> None:
-    """Create ``folder`` and its missing parents, and sync them."""
+def make_folders(folder: Location) -> None:
+    """Create ``folder`` and its missing parents, and sync them. Object stores have no folders."""
+    if isinstance(folder, ObjectPath):
+        return
     missing = []
     while storage.kind(folder) is None:
         missing.append(folder)
@@ -246,11 +263,14 @@ def _files_in(folder: Path, inside: str = "") -> Iterator[str]:
             yield path
 
 
-def retire(path: Path) -> None:
+def retire(path: Location) -> None:
     """Delete a checkpoint. If ``path`` is a symbolic link, only the link is deleted.
 
     The folder is renamed first, so that a partially deleted folder is never mistaken for a checkpoint.
     """
+    if isinstance(path, ObjectPath):
+        object_store.remove(path)
+        return
     if storage.kind(path) == "other":
         storage.remove_file(path)
         return
@@ -274,11 +294,18 @@ def discard(folder: Path) -> None:
     storage.remove_folder(folder)
 
 
-def place_of(target: Path) -> Path:
-    """Return the path of the checkpoint ``target``: ``<name>.old-<token>`` after a crash between the two renames of a commit.
+@overload
+def place_of(target: Path) -> Path: ...
+@overload
+def place_of(target: ObjectPath) -> ObjectPath: ...
+def place_of(target: Location) -> Location:
+    """Return where the files of the checkpoint ``target`` are: ``<name>.old-<token>`` after a crash between the two renames of a
+    commit; ``<name>/<version>`` in an object store.
 
     Symbolic links are followed. If ``target`` exists, it is returned.
     """
+    if isinstance(target, ObjectPath):
+        return object_store.place_of(target)
     real = storage.real_path(target)
     if storage.kind(real) is not None or storage.kind(real.parent) != "folder":
         return target
@@ -295,7 +322,7 @@ def _is_whole(old: Path) -> bool:
     return MANIFEST in names or not any(map(is_part_of_own, names))
 
 
-def clean(parent: Path, *, belongs: Callable[[str], bool], abandoned_for: timedelta = timedelta(0)) -> list[str]:
+def clean(parent: Location, *, belongs: Callable[[str], bool], abandoned_for: timedelta = timedelta(0)) -> list[str]:
     """Remove leftovers from interrupted saves in ``parent`` and return their names. Complete ``.old-`` folders are renamed
     back.
 
@@ -306,6 +333,8 @@ def clean(parent: Path, *, belongs: Callable[[str], bool], abandoned_for: timede
         belongs: returns whether a checkpoint with this name belongs to this run.
         abandoned_for: how long leftovers must have been unmodified.
     """
+    if isinstance(parent, ObjectPath):
+        return object_store.clean(parent, belongs=belongs, abandoned_for=abandoned_for)
     parent = storage.real_path(parent)
     if storage.kind(parent) != "folder":
         return []
@@ -356,12 +385,14 @@ def require_replaceable(target: Path) -> None:
         raise UsageError(f"{target} {place} and cannot be replaced", do="use a folder inside it")
 
 
-def require_folder_or_nothing(path: Path) -> None:
+def require_folder_or_nothing(path: Location) -> None:
     """Raise an error if ``path`` exists but is not a folder, because a search there would wrongly find no checkpoints.
 
     Raises:
         UsageError: ``path`` is a file or a broken symbolic link, for example to a disk that is not mounted.
     """
+    if isinstance(path, ObjectPath):
+        return  # an object and a folder can have the same name
     real = storage.real_path(path)
     kind = storage.kind(real)
     if kind == "folder":

@@ -12,9 +12,11 @@ from typing import Literal
 
 from echelon.base.errors import CheckpointError
 from echelon.base.progress import BarOpener
-from echelon.checkpoint import storage
+from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.formats.layouts import TRAINER_STATE, Layout, layout_of
+from echelon.checkpoint.manifest import MANIFEST
+from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.typed_json import read_json
 
@@ -61,7 +63,7 @@ class Listing:
     leftovers: Sequence[Leftover]
 
 
-def list_folder(folder: Path, *, verify: BarOpener | None = None) -> Listing:
+def list_folder(folder: Location, *, verify: BarOpener | None = None) -> Listing:
     """List the checkpoints in ``folder``.
 
     Args:
@@ -69,6 +71,14 @@ def list_folder(folder: Path, *, verify: BarOpener | None = None) -> Listing:
             and manifests are checked.
     """
     entries, leftovers = [], []
+    if isinstance(folder, ObjectPath):
+        for name in storage.entries(folder):
+            if object_store.is_checkpoint(folder / name):
+                entries.append(_entry(folder / name, object_store.place_of(folder / name), "echelon", verify))
+            elif (num_bytes := object_store.leftover_bytes(folder / name)) is not None:
+                leftovers.append(Leftover(name=name, num_bytes=num_bytes))
+        entries.sort(key=lambda entry: (entry.created, _number(entry.name)), reverse=True)
+        return Listing(entries=entries, leftovers=leftovers)
     for name in storage.entries(folder):
         path = folder / name
         if storage.kind(storage.real_path(path)) != "folder":
@@ -90,9 +100,12 @@ def list_folder(folder: Path, *, verify: BarOpener | None = None) -> Listing:
 
 
 def _entry(
-    path: Path, place: Path, layout: Layout | None, verify: BarOpener | None, *, problem: str | None = None
+    path: Location, place: Location, layout: Layout | None, verify: BarOpener | None, *, problem: str | None = None
 ) -> CheckpointEntry:
-    changed = datetime.fromtimestamp((place.lstat() if problem else place.stat()).st_mtime, timezone.utc)
+    if isinstance(place, ObjectPath):
+        changed = object_store.objects_in(place)[MANIFEST]["last_modified"]
+    else:
+        changed = datetime.fromtimestamp((place.lstat() if problem else place.stat()).st_mtime, timezone.utc)
     step: int | None = None
     epoch: float | None = None
     world_size: int | None = None
@@ -107,7 +120,7 @@ def _entry(
             progress = manifest.progress or {}
             step, epoch, world_size = progress.get("step"), progress.get("epoch"), manifest.world_size
             changed = datetime.fromisoformat(manifest.created)
-        elif layout == "transformers":
+        elif layout == "transformers" and isinstance(place, Path):
             trainer = read_json(place / TRAINER_STATE)
             step, epoch = trainer.get("global_step"), trainer.get("epoch")
         elif layout is None:
@@ -116,7 +129,7 @@ def _entry(
         state, problems = "damaged", [error.what if isinstance(error, CheckpointError) else str(error)]
     return CheckpointEntry(
         name=path.name,
-        place=place.name,
+        place=path.name if isinstance(place, ObjectPath) else place.name,
         layout=layout,
         state=state,
         problems=problems,
@@ -128,8 +141,10 @@ def _entry(
     )
 
 
-def folder_bytes(folder: Path) -> int:
+def folder_bytes(folder: Location) -> int:
     """Return the size of all files in a checkpoint folder, which every command shows as its size."""
+    if isinstance(folder, ObjectPath):
+        return sum(one["size"] for one in object_store.objects_in(folder).values())
     return sum(path.lstat().st_size for path in Path(os.path.realpath(folder)).rglob("*") if path.is_file())
 
 

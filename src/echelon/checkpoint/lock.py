@@ -19,6 +19,8 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from echelon.base.errors import CheckpointError
+from echelon.checkpoint import object_store
+from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.world.launch_variables import run_identity
 
 STALE_AFTER = timedelta(minutes=10)
@@ -94,16 +96,16 @@ class RunLock:
         CheckpointError: another run, which the error names, holds the lock.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self._path = path
         self._me = Owner.current()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._create():
+        self._file: _LockFile | _LockObjects = _LockObjects(path) if isinstance(path, ObjectPath) else _LockFile(path)
+        if not self._file.create(self._me):
             self._take_over()
         over = threading.Event()
         self._end_heartbeats = weakref.finalize(self, over.set)
         beat = threading.Thread(
-            target=_write_heartbeats, args=(path, self._me, over), name=f"lock {path.parent.name}", daemon=True
+            target=_write_heartbeats, args=(self._file, self._me, over), name=f"lock {path.parent.name}", daemon=True
         )
         beat.start()
 
@@ -113,7 +115,7 @@ class RunLock:
         Raises:
             CheckpointError: another attempt has acquired the lock, so this process may no longer write to the folder.
         """
-        owner = _read(self._path)
+        owner = self._file.read()
         if owner is None or owner.token != self._me.token:
             now = "nobody" if owner is None else _described(owner)
             raise CheckpointError(
@@ -121,30 +123,19 @@ class RunLock:
                 f"{self._path.name} at {self._me.since}, but {now} holds it now",
                 do="stop this process; a later attempt or another run has taken its place",
             )
-        os.utime(self._path)
+        self._file.touch(self._me)
 
     def release(self) -> None:
         """Release the lock, if this process still holds it."""
         self._end_heartbeats()
-        owner = _read(self._path)
+        owner = self._file.read()
         if owner is not None and owner.token == self._me.token:
-            self._path.unlink(missing_ok=True)
-
-    def _create(self) -> bool:
-        """Create the complete lock file atomically. Return False if one already exists."""
-        own = self._write_temporary()
-        try:
-            os.link(own, self._path)
-        except FileExistsError:
-            return False
-        finally:
-            own.unlink()
-        return True
+            self._file.remove()
 
     def _take_over(self) -> None:
-        owner = _read(self._path)
+        owner = self._file.read()
         if owner is not None:
-            silent_for = timedelta(seconds=max(time.time() - self._path.stat().st_mtime, 0))
+            silent_for = self._file.silent_for()
             lives = bool(owner.started) and _start_of(owner.pid) == owner.started
             if not is_over(owner, self._me, silent_for=silent_for, owner_lives=lives):
                 raise CheckpointError(
@@ -154,34 +145,135 @@ class RunLock:
                     do="use a different folder for this run, or stop the other run; if that run has ended and its "
                     "machine no longer exists, delete the lock file",
                 )
-        self._write_temporary().replace(self._path)
-        self.require()  # if two processes take over at the same time, the later one wins
+        self._file.replace(self._me)
+        self.require()  # if two processes take over at the same time, one of them wins
 
-    def _write_temporary(self) -> Path:
-        own = self._path.with_name(f"{self._path.name}.{self._me.token}")
-        own.write_text(json.dumps(asdict(self._me)), encoding="utf-8")
+
+class _LockFile:
+    """A lock in a folder. Its modification time is the last heartbeat."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def create(self, me: Owner) -> bool:
+        """Create the complete lock file atomically. Return False if one already exists."""
+        own = self._write_temporary(me)
+        try:
+            os.link(own, self._path)
+        except FileExistsError:
+            return False
+        finally:
+            own.unlink()
+        return True
+
+    def replace(self, me: Owner) -> None:
+        """Make ``me`` the owner. The last one who does so wins."""
+        self._write_temporary(me).replace(self._path)
+
+    def read(self) -> Owner | None:
+        """Return the lock's owner, or None if the file does not exist or is not a lock file."""
+        try:
+            with self._path.open("rb") as file:
+                return _owner_in(file.read(_MAX_BYTES))
+        except FileNotFoundError:
+            return None
+
+    def touch(self, me: Owner) -> None:
+        """Write a heartbeat of ``me``, which owns the lock."""
+        os.utime(self._path)
+
+    def silent_for(self) -> timedelta:
+        """Return the time since the last heartbeat."""
+        return timedelta(seconds=max(time.time() - self._path.stat().st_mtime, 0))
+
+    def remove(self) -> None:
+        """Remove the lock."""
+        self._path.unlink(missing_ok=True)
+
+    def _write_temporary(self, me: Owner) -> Path:
+        own = self._path.with_name(f"{self._path.name}.{me.token}")
+        own.write_text(json.dumps(asdict(me)), encoding="utf-8")
         return own
 
 
-def _write_heartbeats(path: Path, me: Owner, over: threading.Event) -> None:
+class _LockObjects:
+    """A lock in an object store: numbered objects, each of which only one process creates. The highest one is the lock.
+
+    An owner writes its object again as a heartbeat. Whoever takes over creates the next number, so no object is ever replaced by
+    another process, which would need conditional writes with a version.
+    """
+
+    def __init__(self, folder: ObjectPath) -> None:
+        self._folder = folder
+        self._number = 0
+        """The highest number when the lock was last read."""
+
+    def create(self, me: Owner) -> bool:
+        """Create the first object. Return False if there is a lock."""
+        return self.read() is None and self._number == 0 and self._create(me)
+
+    def replace(self, me: Owner) -> None:
+        """Create the object after the one that was read last, unless another process has just done so."""
+        if self._create(me):
+            for name in self._numbers():
+                if int(name) < self._number:
+                    object_store.delete(self._folder / name)
+
+    def _create(self, me: Owner) -> bool:
+        number = self._number + 1
+        if not object_store.create_object(self._folder / f"{number:08}", _as_json(me)):
+            return False
+        self._number = number
+        return True
+
+    def read(self) -> Owner | None:
+        """Return the lock's owner, or None if there is no lock."""
+        numbers = self._numbers()
+        self._number = int(numbers[-1]) if numbers else 0
+        try:
+            return _owner_in(object_store.read_object(self._folder / numbers[-1])) if numbers else None
+        except FileNotFoundError:  # it was released in the meantime
+            return None
+
+    def touch(self, me: Owner) -> None:
+        """Write a heartbeat of ``me``, which owns the lock."""
+        object_store.write_object(self._folder / f"{self._number:08}", _as_json(me))
+
+    def silent_for(self) -> timedelta:
+        """Return the time since the last heartbeat, by the store's clock."""
+        now = object_store.now_of(self._folder)
+        written = object_store.objects_in(self._folder).get(f"{self._number:08}")
+        return timedelta(seconds=max(now - written["last_modified"].timestamp(), 0)) if written else timedelta.max
+
+    def remove(self) -> None:
+        """Remove the lock."""
+        object_store.delete(self._folder / f"{self._number:08}")
+
+    def _numbers(self) -> list[str]:
+        return sorted(name for name in object_store.objects_in(self._folder) if name.isdigit())
+
+
+def _write_heartbeats(file: _LockFile | _LockObjects, me: Owner, over: threading.Event) -> None:
     """Write heartbeats for ``me`` until ``over`` is set or another process holds the lock."""
     while not over.wait(_BEAT_S):
         try:
-            owner = _read(path)
+            owner = file.read()
             if owner is None or owner.token != me.token:
                 return
-            os.utime(path)
+            file.touch(me)
         except OSError:
-            continue  # a network file system may respond again in a minute
+            continue  # a network file system, or a store, may respond again in a minute
 
 
-def _read(path: Path) -> Owner | None:
-    """Return the lock's owner, or None if the file does not exist or is not a lock file."""
+def _as_json(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner)).encode()
+
+
+def _owner_in(text: bytes) -> Owner | None:
+    """Return the owner that a lock file names, or None if this is not a lock file."""
     try:
-        with path.open("rb") as file:
-            content = json.loads(file.read(_MAX_BYTES))
-    except FileNotFoundError:
-        return None
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return None
     names = {field.name: field.type for field in fields(Owner)}

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -16,11 +15,11 @@ from echelon._version import __version__
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import storage, typed_json
 from echelon.checkpoint.damage import damaged
+from echelon.checkpoint.object_store import MANIFEST as MANIFEST, Location
 from echelon.checkpoint.regions import Chunk, ChunkBounds, TensorLayout, uncovered
 from echelon.checkpoint.tensor_file import FileFacts, itemsize
 
 VERSION = 1
-MANIFEST = "manifest.json"
 OBJECTS = "objects.json"
 MAX_MANIFEST_BYTES = 1 << 30
 
@@ -145,7 +144,7 @@ def is_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Read and validate the manifest of ``folder``.
 
     Raises:
@@ -164,7 +163,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(path, str(error)) from error
 
 
-def listed_files(folder: Path) -> Collection[str]:
+def listed_files(folder: Location) -> Collection[str]:
     """Return the names of the files that the manifest of ``folder`` lists; empty if it is missing or damaged.
 
     This does not read the list of tensors, which takes longer than saving a checkpoint of thousands of ranks.
@@ -180,14 +179,14 @@ def listed_files(folder: Path) -> Collection[str]:
         return ()
 
 
-def _body_of(text: bytes, path: Path) -> bytes:
+def _body_of(text: bytes, path: Location) -> bytes:
     body = text[len(_HEAD % (b"0" * 32)) : -len(_TAIL)]
     if text != _HEAD % xxhash.xxh3_128_hexdigest(body).encode() + body + _TAIL:
         raise _damaged(path, "its checksum does not match, or part of it is missing")
     return body
 
 
-def _parse(text: bytes, path: Path) -> Manifest:
+def _parse(text: bytes, path: Location) -> Manifest:
     content = typed_json.from_bytes(_body_of(text, path), source=str(path))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _damaged(path, f"it is not an {_FORMAT}")
@@ -262,5 +261,5 @@ def _require(is_right: Any, what: str) -> None:
         raise ValueError(f"invalid value: {what}")
 
 
-def _damaged(path: Path, why: str) -> CheckpointError:
+def _damaged(path: Location, why: str) -> CheckpointError:
     return damaged(f"{path} is damaged: {why}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from echelon.base.errors import CheckpointError
 from echelon.base.progress import BarOpener, no_bar, progress_bar
-from echelon.checkpoint import storage, typed_json
+from echelon.checkpoint import object_store, storage, typed_json
 from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.manifest import (
@@ -22,6 +22,7 @@ from echelon.checkpoint.manifest import (
     read_manifest,
     tensors_file,
 )
+from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.checkpoint.regions import ChunkBounds, ShardPart, TensorLayout, box_of, overlaps
 from echelon.checkpoint.tensor_file import (
     FileFacts,
@@ -47,10 +48,16 @@ class Checkpoint:
         CheckpointError: ``folder`` is not a checkpoint, or its manifest is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = place_of(folder)
+    def __init__(self, folder: Location) -> None:
+        self.folder: Location = place_of(folder)
         self.manifest: Manifest = read_manifest(self.folder)
         self._headers: dict[str, Mapping[str, Stored]] = {}
+
+    @property
+    def local_folder(self) -> Path:
+        """The folder of a checkpoint that is not in an object store."""
+        assert isinstance(self.folder, Path), self.folder
+        return self.folder
 
     def problems(self, *, share: int = 0, num_shares: int = 1, show: BarOpener | None = no_bar) -> list[str]:
         """Read all files (or one share of them) in full, and return a description of each damaged file.
@@ -58,18 +65,25 @@ class Checkpoint:
         ``show`` opens the progress bar. None: compare only the sizes.
         """
         files = [file for i, file in enumerate(sorted(self.manifest.files.items())) if i % num_shares == share]
+        if show is None and isinstance(self.folder, ObjectPath):
+            found = object_store.objects_in(self.folder)  # one request instead of one per file
+            sizes = {name: found[name]["size"] if name in found else None for name, _ in files}
+            return [self._wrong_size(name, facts) for name, facts in files if sizes[name] != facts.size]
         if show is None:
             return [problem for name, facts in files if (problem := self._problem_of(name, facts, None))]
         with show(f"verifying {self.folder.name}", sum(facts.size for _, facts in files)) as progress:
             return [problem for name, facts in files if (problem := self._problem_of(name, facts, progress))]
 
+    def _wrong_size(self, name: str, facts: FileFacts) -> str:
+        return f"{self.folder / name} has the wrong size: expected the {facts.size:,} bytes that were written"
+
     def _problem_of(self, name: str, facts: FileFacts, progress: Callable[[int], None] | None) -> str | None:
         path = self.folder / name
-        wrong_size = f"{path} has the wrong size: expected the {facts.size:,} bytes that were written"
+        wrong_size = self._wrong_size(name, facts)
         try:
             for parent in list(Path(name).parents)[:-1]:  # a link may point outside the checkpoint
-                if storage.kind(self.folder / parent) != "folder":
-                    raise damaged(f"{self.folder / parent} is missing or not a folder")
+                if storage.kind(self.folder / parent.as_posix()) != "folder":
+                    raise damaged(f"{self.folder / parent.as_posix()} is missing or not a folder")
             if progress is None:
                 with storage.opened(path) as handle:
                     return wrong_size if storage.size(handle) != facts.size else None
@@ -216,7 +230,7 @@ class Checkpoint:
             self._headers[file] = stored_tensors(self.folder / file)
         return self._headers[file]
 
-    def _read(self, path: Path, offset: int, buffer: memoryview) -> None:
+    def _read(self, path: Location, offset: int, buffer: memoryview) -> None:
         try:
             with storage.opened(path) as handle:
                 storage.read(handle, offset, buffer)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import overload
 
-from echelon.checkpoint import storage
+from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.commit import place_of, retire
+from echelon.checkpoint.object_store import Location, ObjectPath
 
 _OLD = r"(?:\.old-[0-9a-f]{16})?"  # suffix after a crash between two renames
 
 
-def numbered(folder: Path, *, prefix: str) -> list[Path]:
+@overload
+def numbered(folder: Path, *, prefix: str) -> list[Path]: ...
+@overload
+def numbered(folder: ObjectPath, *, prefix: str) -> list[ObjectPath]: ...
+@overload
+def numbered(folder: Location, *, prefix: str) -> Sequence[Location]: ...
+def numbered(folder: Location, *, prefix: str) -> Sequence[Location]:
     """Return the paths in ``folder`` named ``prefix`` + number, sorted by number and excluding incomplete checkpoints.
 
     Files and broken links with a matching name are included, because their numbers are taken.
@@ -22,7 +30,8 @@ def numbered(folder: Path, *, prefix: str) -> list[Path]:
         return []
     name = re.compile(re.escape(prefix) + r"(\d+)" + _OLD)
     found = {int(match[1]) for entry in storage.entries(real) if (match := name.fullmatch(entry))}
-    return [folder / f"{prefix}{number}" for number in sorted(found)]
+    paths = [folder / f"{prefix}{number}" for number in sorted(found)]
+    return [path for path in paths if not isinstance(path, ObjectPath) or object_store.is_checkpoint(path)]
 
 
 def surplus(
@@ -42,13 +51,13 @@ def surplus(
 
 
 def remove_oldest(
-    folder: Path,
+    folder: Location,
     *,
     prefix: str,
     limit: int | None,
-    keep: Collection[Path] = (),
+    keep: Collection[Location] = (),
     keep_every: int | None = None,
-) -> list[Path]:
+) -> Sequence[Location]:
     """Delete the lowest-numbered checkpoints, except ``keep``, until ``limit`` are left. Return the deleted paths.
 
     If a checkpoint is a symbolic link, only the link is deleted. Files and broken links are neither counted nor deleted.

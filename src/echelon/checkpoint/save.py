@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from echelon.base.errors import CheckpointError, EchelonError
+from echelon.base.errors import CheckpointError, EchelonError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import BarOpener, no_bar
 from echelon.base.sharded import is_dtensor
 from echelon.checkpoint import storage, typed_json
 from echelon.checkpoint.commit import PendingFolder, new_token
+from echelon.checkpoint.commit_objects import PendingObjects
 from echelon.checkpoint.manifest import OBJECTS, is_part, manifest_blocks, rank_objects_file, tensors_file
+from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.checkpoint.plan import Gather, Planner, gather_json
 from echelon.checkpoint.regions import ShardPart
 from echelon.checkpoint.tensor_file import FileFacts, tensor_blocks
@@ -68,8 +71,8 @@ class PendingCheckpoint:
     it. An error in either of them discards the files and leaves existing checkpoints unchanged.
     """
 
-    target: Path
-    """Path of the checkpoint. An existing checkpoint is replaced once the new one is complete."""
+    target: Location
+    """Place of the checkpoint. An existing checkpoint is replaced once the new one is complete."""
     world: World
     """The ranks and machines that save together."""
     collect: Callable[[Any], Content] | None = None
@@ -91,10 +94,10 @@ class PendingCheckpoint:
     """Has the plan of the last save."""
     gather: Gather = gather_bytes
     """How the ranks communicate."""
-    on_committed: Callable[[Path], None] = lambda _: None
+    on_committed: Callable[[Any], None] = lambda _: None
     """Called on the rank that owns the folder, once the checkpoint is on disk, for example to delete old checkpoints. It must
     not communicate."""
-    files: PendingFolder = field(init=False)
+    files: PendingFolder | PendingObjects = field(init=False)
     """The files that are written, until they are committed."""
     writers: Sequence[int] = field(init=False)
     """Ranks that write to this folder. The first of them commits it."""
@@ -123,6 +126,16 @@ class PendingCheckpoint:
             DesyncError: ranks have different tensors with the same name.
         """
         world, gather, self.target = self.world, self.gather, storage.real_path(self.target)
+        if isinstance(self.target, ObjectPath) and (self.on_each_node or self.collect is None):
+            setting = "save_on_each_node=True" if self.on_each_node else "another program's format"
+            raise UsageError(
+                _(
+                    "{target} is in an object store, where {setting} is not supported",
+                    target=self.target,
+                    setting=setting,
+                ),
+                do=_("save in echelon's own format, and without save_on_each_node; all machines share the store"),
+            )
         is_first = creates_folder(world, on_each_node=self.on_each_node)
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         ids = [new_token(), created] if world.rank == 0 else None
@@ -133,7 +146,7 @@ class PendingCheckpoint:
             by_node.setdefault(node, []).append(rank)
         self.writers = by_node[nodes[world.rank]]
         token, self.created = announced[0][0]
-        self.files = files = PendingFolder(target=self.target, token=token, fence=self.fence)
+        self.files = files = self._pending_files(token)
         with files.discarded_on_error():
             creating, at = f"creating {files.path}", self.target
             run_on_all_ranks(creating, lambda: files.make(creates=is_first), gather, target=at)
@@ -147,7 +160,9 @@ class PendingCheckpoint:
             if (write := self.write) is not None:
                 self.has_added = True
                 what = self.written_by or f"writing {self.target}"
-                written = run_on_all_ranks(what, lambda: write(files.path, files.is_owner), gather, target=at)
+                written = run_on_all_ranks(
+                    what, lambda: write(files.folder_to_add(), files.is_owner), gather, target=at
+                )
             if self.collect is None:
                 return self
             content, objects, planner = self.collect(written[self.writers[0]]), self.objects, self.planner
@@ -166,9 +181,15 @@ class PendingCheckpoint:
         self.write = self.collect = None
         return self
 
+    def _pending_files(self, token: str) -> PendingFolder | PendingObjects:
+        if isinstance(self.target, ObjectPath):
+            return PendingObjects(target=self.target, token=token, created=self.created, fence=self.fence)
+        return PendingFolder(target=self.target, token=token, fence=self.fence)
+
     def _make_on_other_machines(self) -> None:
         """Let machines that do not see rank zero's folder create one of their own."""
         files, world = self.files, self.world
+        assert isinstance(files, PendingFolder)
 
         def make() -> None:
             if world.is_local_rank_zero and world.rank != 0:
@@ -195,8 +216,8 @@ class PendingCheckpoint:
             "machine has the whole state",
         )
 
-    def finish(self, *, show: BarOpener = no_bar) -> Path:
-        """Write and commit the checkpoint. Return its path once it is on disk. ``show`` opens the progress bar.
+    def finish(self, *, show: BarOpener = no_bar) -> Location:
+        """Write and commit the checkpoint. Return its place once it is on disk, or in the store. ``show`` opens the progress bar.
 
         Collective: call on every rank. Ranks communicate only through ``gather``, so this method can run in a thread if
         ``gather`` is thread-safe.
@@ -208,6 +229,7 @@ class PendingCheckpoint:
         options: dict[str, Any] = {"target": self.target}
         with files.discarded_on_error():
             if self.content is None:
+                assert isinstance(files, PendingFolder)
                 # One rank of each machine syncs. On network file systems, too, a machine must sync the data that it wrote.
                 sync = files.sync if self.world.is_local_rank_zero else lambda: None
                 written = run_on_all_ranks(f"syncing {files.path}", sync, gather, **options)
@@ -219,7 +241,8 @@ class PendingCheckpoint:
         progress = None if self.content is None else self.content.progress  # weights alone have no progress
         if self.world.rank == 0 and progress is not None and recorder is not None:
             duration_s = (time.monotonic_ns() - self.began_ns) / 1e9
-            recorder.checkpoint(self.target, step=progress.get("step"), duration_s=duration_s)
+            place = str(self.target) if isinstance(self.target, ObjectPath) else self.target
+            recorder.checkpoint(place, step=progress.get("step"), duration_s=duration_s)
         return self.target
 
     def _write(self, show: BarOpener) -> dict[str, list[Any]]:
@@ -227,10 +250,12 @@ class PendingCheckpoint:
         with show(f"saving {self.target.name}", _num_bytes(self.tensors, self.objects)) as progress:
             if self.tensors:
                 name = tensors_file(self.world.rank)
-                files[name] = self.files.write(name, tensor_blocks(name, self.tensors), progress=progress)
+                num_bytes = _num_bytes(self.tensors, {})
+                blocks = tensor_blocks(name, self.tensors)
+                files[name] = self.files.write(name, blocks, num_bytes=num_bytes, progress=progress)
             for name, content in self.objects.items():
-                files[name] = self.files.write(name, [content], progress=progress)
-        if self.has_added and self.files.is_owner:
+                files[name] = self.files.write(name, [content], num_bytes=len(content), progress=progress)
+        if self.has_added and self.files.is_added_to:
             files |= self.files.sync_added(is_part=is_part)
         return {name: [facts.size, facts.xxh3_128] for name, facts in files.items()}
 
@@ -239,6 +264,15 @@ class PendingCheckpoint:
             return
         manifest = None
         if self.content is not None:
+            files: dict[str, FileFacts] = {}
+            for rank in self.writers:
+                for name, (size, checksum) in written[rank].items():
+                    if files.setdefault(name, FileFacts(size, checksum)) != FileFacts(size, checksum):
+                        raise CheckpointError(
+                            f"{self.written_by or 'other code'} wrote different files {name!r} on several ranks, the last of "
+                            f"which is rank {rank}",
+                            do="write the file on one rank, or use a name that contains the rank",
+                        )
             manifest = manifest_blocks(
                 token=self.files.token,
                 created=self.created,
@@ -246,14 +280,19 @@ class PendingCheckpoint:
                 progress=self.content.progress,
                 config=self.content.config,
                 layout=self.content.layout,
-                files={name: FileFacts(*facts) for rank in self.writers for name, facts in written[rank].items()},
+                files=files,
                 tensors=self.layouts,
                 aliases=self.aliases,
             )
-        self.files.commit(manifest, is_part=self.is_part)
+        if isinstance(self.files, PendingFolder):
+            self.files.commit(manifest, is_part=self.is_part)
+        else:
+            self.files.commit(manifest or [])
         self.on_committed(self.target)
 
     def _missing_bytes(self) -> str:
+        if isinstance(self.files, PendingObjects):
+            return ""
         try:
             free = self.files.free_bytes()
         except OSError:
@@ -312,7 +351,7 @@ def run_on_all_ranks(
     action: Callable[[], Any],
     gather: Gather,
     *,
-    target: Path | None = None,
+    target: Location | None = None,
     details: Callable[[], str] | None = None,
 ) -> list[Any]:
     """Run ``action`` on every rank and return all ranks' results, as plain JSON. If any rank fails, all ranks raise an error.
@@ -349,14 +388,16 @@ def run_on_all_ranks(
     raise kind(f"{what} failed on other ranks\n{listing}", do="fix the errors on the ranks listed above") from failure
 
 
-def _as_save_failure(error: Exception, target: Path, details: Callable[[], str] | None) -> Exception:
+def _as_save_failure(error: Exception, target: Location, details: Callable[[], str] | None) -> Exception:
     """Return the error to raise for ``error``: a ``SaveFailedError`` if the file system caused it."""
     cause = _refusal(error)
     if cause is None:
         return error
     failure = SaveFailedError(
         f"{target} could not be saved: {cause}{_free_bytes(target) if details is None else details()}",
-        do="free disk space, or resolve the system error above; existing checkpoints are unchanged",
+        do="resolve the error of the store above (its credentials, quota, network); existing checkpoints are unchanged"
+        if isinstance(target, ObjectPath)
+        else "free disk space, or resolve the system error above; existing checkpoints are unchanged",
     )
     failure.__cause__ = error
     return failure
@@ -372,7 +413,9 @@ def _refusal(error: BaseException) -> BaseException | None:
     return (None if inner is None else _refusal(inner)) or error
 
 
-def _free_bytes(target: Path) -> str:
+def _free_bytes(target: Location) -> str:
+    if isinstance(target, ObjectPath):
+        return ""
     folder = target.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -382,8 +425,8 @@ def _free_bytes(target: Path) -> str:
         return ""
 
 
-def save(target: Path, content: Content, *, world: World, **options: Any) -> Path:
-    """Save ``content`` as the checkpoint ``target`` and return its path once it is on disk. ``options`` are those of
+def save(target: Location, content: Content, *, world: World, **options: Any) -> Location:
+    """Save ``content`` as the checkpoint ``target`` and return its place once it is on disk. ``options`` are those of
     ``PendingCheckpoint``.
 
     Collective: call on every rank.
@@ -395,7 +438,7 @@ def save(target: Path, content: Content, *, world: World, **options: Any) -> Pat
     return begin_save(target, content, world=world, **options).finish()
 
 
-def begin_save(target: Path, content: Content, *, world: World, **options: Any) -> PendingCheckpoint:
+def begin_save(target: Location, content: Content, *, world: World, **options: Any) -> PendingCheckpoint:
     """Prepare to save ``content`` as the checkpoint ``target``. ``options`` are those of ``PendingCheckpoint``.
 
     Collective: call on every rank.

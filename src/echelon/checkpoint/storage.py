@@ -1,6 +1,7 @@
 """The file operations of checkpoints. Errors are the operating system's ``OSError``.
 
-Callers use them as ``storage.rename(...)``, so that tests can record, interrupt and replay the operations of a save.
+Callers use them as ``storage.rename(...)``, so that tests can record, interrupt and replay the operations of a save. The operations
+that read take places in object stores, too; those that write are for local folders (a store's are in ``object_store``).
 """
 
 from __future__ import annotations
@@ -14,9 +15,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, overload
+
+from echelon.checkpoint import object_store
+from echelon.checkpoint.object_store import Location as Location, ObjectFile, ObjectPath, location as location
 
 Kind = Literal["file", "folder", "other"]
+Handle = int | ObjectFile
+"""An open file."""
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -34,14 +40,16 @@ def write(handle: int, data: bytes | memoryview) -> None:
         rest = rest[os.write(handle, rest) :]
 
 
-def sync(handle: int) -> None:
-    """Flush the written data to disk."""
-    os.fsync(handle)
+def sync(handle: Handle) -> None:
+    """Flush the written data to disk. An object is durable as soon as it exists."""
+    if isinstance(handle, int):
+        os.fsync(handle)
 
 
-def close(handle: int) -> None:
+def close(handle: Handle) -> None:
     """Close the handle."""
-    os.close(handle)
+    if isinstance(handle, int):
+        os.close(handle)
 
 
 def make_folder(path: Path) -> None:
@@ -109,8 +117,10 @@ def remove_folder(path: Path) -> None:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def kind(path: Path) -> Kind | None:
+def kind(path: Location) -> Kind | None:
     """Return what ``path`` is (``other`` for a symbolic link), or None if it does not exist."""
+    if isinstance(path, ObjectPath):
+        return "file" if path.key and object_store.exists(path) else "folder" if object_store.is_folder(path) else None
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -122,13 +132,19 @@ def kind(path: Path) -> Kind | None:
     return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
 
-def real_path(path: Path) -> Path:
+@overload
+def real_path(path: Path) -> Path: ...
+@overload
+def real_path(path: ObjectPath) -> ObjectPath: ...
+def real_path(path: Location) -> Location:
     """Return ``path`` with all symbolic links resolved. Components that do not exist are left unchanged."""
-    return Path(os.path.realpath(path))
+    return path if isinstance(path, ObjectPath) else Path(os.path.realpath(path))
 
 
-def link_target(path: Path) -> Path | None:
+def link_target(path: Location) -> Path | None:
     """Return the target of the symbolic link ``path`` as written, or None if ``path`` is not a link."""
+    if isinstance(path, ObjectPath):
+        return None
     try:
         return path.readlink()
     except OSError:  # not a link (EINVAL), or it does not exist
@@ -140,13 +156,15 @@ def modified(path: Path) -> float:
     return path.lstat().st_mtime
 
 
-def entries(folder: Path) -> list[str]:
+def entries(folder: Location) -> list[str]:
     """Return the sorted names of a folder's entries."""
-    return sorted(os.listdir(folder))
+    return object_store.entries(folder) if isinstance(folder, ObjectPath) else sorted(os.listdir(folder))
 
 
-def open_file(path: Path) -> int:
+def open_file(path: Location) -> Handle:
     """Open a regular file for reading. Raise ``OSError`` for symbolic links, devices and pipes."""
+    if isinstance(path, ObjectPath):
+        return ObjectFile(path)
     # Without O_NONBLOCK, opening a pipe would block until a writer opens it.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -155,13 +173,16 @@ def open_file(path: Path) -> int:
     return handle
 
 
-def size(handle: int) -> int:
+def size(handle: Handle) -> int:
     """Return the size in bytes of an open file."""
-    return os.fstat(handle).st_size
+    return os.fstat(handle).st_size if isinstance(handle, int) else handle.size
 
 
-def read(handle: int, offset: int, buffer: memoryview) -> None:
+def read(handle: Handle, offset: int, buffer: memoryview) -> None:
     """Fill ``buffer`` with data starting at ``offset``. Raise ``OSError`` if the file ends too early."""
+    if not isinstance(handle, int):
+        handle.read(offset, buffer)
+        return
     rest = buffer.cast("B")
     while rest:
         count = os.preadv(handle, [rest], offset)
@@ -179,7 +200,7 @@ def free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[int]:
+def opened(path: Location) -> Iterator[Handle]:
     """Open a regular file for reading inside the block."""
     handle = open_file(path)
     try:
@@ -188,7 +209,7 @@ def opened(path: Path) -> Iterator[int]:
         close(handle)
 
 
-def read_file(path: Path, *, max_bytes: int) -> bytes:
+def read_file(path: Location, *, max_bytes: int) -> bytes:
     """Return the contents of a regular file. Raise ``OSError`` if it has more than ``max_bytes``."""
     with opened(path) as handle:
         num_bytes = size(handle)

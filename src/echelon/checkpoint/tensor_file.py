@@ -24,6 +24,7 @@ import xxhash
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import storage
 from echelon.checkpoint.damage import damaged
+from echelon.checkpoint.object_store import Location
 from echelon.checkpoint.typed_json import from_bytes
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def write_file(
 
     ``progress`` is called with the number of bytes written since the last call.
     """
-    checksum = _Checksum()
+    checksum = Checksum()
     size = 0
     handle = storage.create(path)
     try:
@@ -201,7 +202,7 @@ def write_file(
     return FileFacts(size, xxh3_128)
 
 
-class _Checksum:
+class Checksum:
     """The xxh3_128 checksum of a stream. A thread hashes blocks while they are written; both operations release the GIL."""
 
     def __init__(self) -> None:
@@ -238,7 +239,7 @@ class _Checksum:
         return self._hash.hexdigest()
 
 
-def checksum_of(path: Path, *, expected_bytes: int, progress: Callable[[int], None] = lambda _: None) -> str | None:
+def checksum_of(path: Location, *, expected_bytes: int, progress: Callable[[int], None] = lambda _: None) -> str | None:
     """Return a file's checksum, or None if its size is not the expected size, in which case the file is not read.
 
     ``progress`` is called with the number of bytes read since the last call.
@@ -257,7 +258,7 @@ def sync_file(path: Path) -> FileFacts:
         return FileFacts(size, _checksum(handle, size))
 
 
-def _checksum(handle: int, size: int, progress: Callable[[int], None] = lambda _: None) -> str:
+def _checksum(handle: storage.Handle, size: int, progress: Callable[[int], None] = lambda _: None) -> str:
     checksum = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
     for start in range(0, size, BLOCK_BYTES):
@@ -268,7 +269,7 @@ def _checksum(handle: int, size: int, progress: Callable[[int], None] = lambda _
     return checksum.hexdigest()
 
 
-def read_header(handle: int, *, source: str) -> dict[str, Stored]:
+def read_header(handle: storage.Handle, *, source: str) -> dict[str, Stored]:
     """Return the position of each tensor in an open file.
 
     Raises:
@@ -303,7 +304,7 @@ def read_header(handle: int, *, source: str) -> dict[str, Stored]:
     return {name: stored for name, (stored, _) in found.items()}
 
 
-def stored_tensors(path: Path) -> dict[str, Stored]:
+def stored_tensors(path: Location) -> dict[str, Stored]:
     """Return the position of each tensor in a safetensors file.
 
     Raises:

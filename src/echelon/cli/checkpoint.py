@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from echelon.base.messages.translation import gettext as _, gettext_noop as N_, 
 from echelon.base.printable import printable
 from echelon.base.progress import progress_bar
 from echelon.base.similar_path import suggest_path
-from echelon.checkpoint import storage
+from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.commit import new_folder, place_of, require_apart
 from echelon.checkpoint.formats.layouts import (
     TRAINER_STATE,
@@ -35,6 +36,7 @@ from echelon.checkpoint.formats.layouts import (
 )
 from echelon.checkpoint.listing import CheckpointEntry, Listing, folder_bytes, list_folder
 from echelon.checkpoint.manifest import OBJECTS
+from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.tensor_file import dtype_name, itemsize, stored_aliases, stored_tensors
 from echelon.cli.help.completion import complete_folders
@@ -92,7 +94,8 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 def show(path: str, as_json: bool) -> None:
     """Print the tensors, optimizers, progress, settings and layout of a checkpoint, or of the newest checkpoint in a folder."""
     folder = _newest_in(require_folder(path))
-    content = _content(Checkpoint(folder)) if require_whole(folder) == "echelon" else _foreign_content(folder)
+    is_own = require_whole(folder) == "echelon"
+    content = _content(Checkpoint(folder)) if is_own or isinstance(folder, ObjectPath) else _foreign_content(folder)
     click.echo(_json(content) if as_json else _readable(content))
 
 
@@ -123,7 +126,7 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
     how many ranks saved the checkpoint.
     """
     limit = convert_file_size_to_int(max_shard_size)
-    with _new_folder(_newest_in(require_folder(path)), out) as (source, folder):
+    with _local_copy(_newest_in(require_folder(path))) as whole, _new_folder(whole, out) as (source, folder):
         from echelon.checkpoint.formats import merged_weights  # noqa: PLC0415 - torch
 
         files = merged_weights.merge(
@@ -144,23 +147,23 @@ def export(path: str, out: str, layout: str) -> None:
 
     If PATH contains several checkpoints, the newest is used.
     """
-    path = str(_newest_in(require_folder(path)))
-    if (present := require_layout(Path(path))) != "echelon":
+    found = _newest_in(require_folder(path))
+    if (present := require_layout(found)) != "echelon":
         raise UsageError(
             _("{path} is in {present}'s format, not in echelon's", path=path, present=present),
             where="echelon checkpoint export",
             do=_("use it as it is, or run echelon checkpoint import on it and export the result"),
         )
-    _require_new(Path(out))
+    _require_new(storage.location(out))
     from echelon.checkpoint.formats import accelerate, merged_weights, transformers  # noqa: PLC0415 - torch
 
     write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
-    with _new_folder(require_folder(path), out) as (source, folder):
+    with _local_copy(found) as whole, _new_folder(whole, out) as (source, folder):
         checkpoint = merged_weights.open_whole(source, progress_bar)
         size = sum(facts.size for facts in checkpoint.manifest.files.values())
         with progress_bar("writing", size) as progress:
             write(checkpoint, folder, progress=progress)
-        has_state = (checkpoint.folder / TRAINER_STATE).exists()
+        has_state = (checkpoint.local_folder / TRAINER_STATE).exists()
     click.echo(_("wrote {out}", out=out))
     if layout == "transformers" and not has_state:
         text = N_(
@@ -183,6 +186,12 @@ def export(path: str, out: str, layout: str) -> None:
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     """Convert checkpoint PATH, written by Accelerate or transformers' Trainer, to echelon's format in the new folder OUT."""
     source, target = require_folder(path), Path(out)
+    if isinstance(source, ObjectPath) or object_store.is_url(out):
+        raise UsageError(
+            _("echelon checkpoint import reads and writes local folders"),
+            where="echelon checkpoint import",
+            do=_("copy the folder with the tools of the store, before or after the conversion"),
+        )
     require_apart(source, target)
     _require_new(target)
     layout = require_whole(source)
@@ -203,9 +212,15 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
-def require_folder(path: str) -> Path:
+def require_folder(path: str) -> Location:
     """Return ``path`` if it exists, even if a crash during a commit has left it under a temporary name."""
-    folder = Path(path).expanduser()
+    folder = storage.location(path)
+    if isinstance(folder, ObjectPath):
+        if not object_store.is_folder(folder):
+            raise UsageError(
+                _("there are no objects in {path}", path=path), where="echelon checkpoint", do=_("check the URL")
+            )
+        return folder
     if folder.is_file():
         raise UsageError(
             _("{path} is a file, not a folder", path=path),
@@ -221,22 +236,22 @@ def require_folder(path: str) -> Path:
     return folder
 
 
-def _listed(folder: Path, *, verify: Any = None) -> tuple[Path, Listing]:
+def _listed(folder: Location, *, verify: Any = None) -> tuple[Location, Listing]:
     """List ``folder`` or, if it contains no checkpoints, its ``checkpoints`` folder; return the folder and the listing."""
     found = list_folder(folder, verify=verify)
-    if not found.entries and (folder / "checkpoints").is_dir():
+    if not found.entries and storage.kind(storage.real_path(folder / "checkpoints")) == "folder":
         folder = folder / "checkpoints"
         found = list_folder(folder, verify=verify)
     return folder, found
 
 
-def _all_in(folder: Path) -> list[Path]:
+def _all_in(folder: Location) -> list[Location]:
     """Return ``[folder]`` if it is a checkpoint in echelon's format, else the checkpoints that it contains."""
     place, found = (folder, None) if layout_of(folder) == "echelon" else _listed(folder)
     return [place / entry.name for entry in found.entries] if found and found.entries else [folder]
 
 
-def _newest_in(folder: Path) -> Path:
+def _newest_in(folder: Location) -> Location:
     """Return ``folder`` if it is a checkpoint; otherwise return and print the newest checkpoint in it."""
     if layout_of(folder) is not None:
         return folder
@@ -251,8 +266,9 @@ def _newest_in(folder: Path) -> Path:
     return place / intact[0].name
 
 
-def _require_new(target: Path) -> None:
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+def _require_new(target: Location) -> None:
+    is_taken = object_store.is_folder(target) if isinstance(target, ObjectPath) else _is_taken(target)
+    if is_taken:
         raise UsageError(
             _("{target} already exists", target=target),
             where="echelon checkpoint",
@@ -260,12 +276,33 @@ def _require_new(target: Path) -> None:
         )
 
 
+def _is_taken(target: Path) -> bool:
+    return target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
+
+
+@contextmanager
+def _local_copy(path: Location) -> Iterator[Path]:
+    """Yield ``path``, or a local copy of a checkpoint in an object store, which is deleted afterwards."""
+    if not isinstance(path, ObjectPath):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
+        copy = Path(folder) / (path.name or "checkpoint")
+        object_store.download(object_store.place_of(path), copy)
+        yield copy
+
+
 @contextmanager
 def _new_folder(source: Path, out: str) -> Iterator[tuple[Path, Path]]:
     """Yield ``source`` and a temporary folder that becomes ``out`` if the block succeeds."""
-    target = Path(out).expanduser().absolute()
+    place = storage.location(out)
+    _require_new(place)
+    if isinstance(place, ObjectPath):
+        with object_store.uploaded_from(place) as made:
+            yield source, made
+        return
+    target = place.absolute()
     require_apart(source, target)
-    _require_new(target)
     with new_folder(storage.real_path(target)) as folder:
         yield source, folder
 
@@ -282,7 +319,7 @@ def _lines(path: str) -> list[str]:
 # ---- output ---------------------------------------------------------------------------------------------------------
 
 
-def _verified(folder: Path) -> dict[str, Any]:
+def _verified(folder: Location) -> dict[str, Any]:
     try:
         layout = require_layout(folder)
         if layout != "echelon":
@@ -303,14 +340,16 @@ def _verified(folder: Path) -> dict[str, Any]:
 _MAX_NAMED = 5
 
 
-def _with_checkpoints(folder: Path) -> Iterator[str]:
-    """Yield the folders in ``folder`` that contain checkpoints."""
+def _with_checkpoints(folder: Location) -> Iterator[str]:
+    """Yield the folders in ``folder`` that contain checkpoints; not in an object store, where this takes many requests."""
+    if isinstance(folder, ObjectPath):
+        return
     for path in sorted(folder.iterdir()):
         if path.is_dir() and os.access(path, os.R_OK | os.X_OK) and _listed(path)[1].entries:
             yield str(path)
 
 
-def _listing(folder: Path, found: Listing) -> str:
+def _listing(folder: Location, found: Listing) -> str:
     if not found.entries and not found.leftovers:
         inner = list(islice(_with_checkpoints(folder), _MAX_NAMED))
         if inner:
@@ -451,15 +490,22 @@ def _foreign_content(folder: Path) -> dict[str, Any]:
         "files": sorted(path.name for path in folder.iterdir()),
         "num_bytes": folder_bytes(folder),
         "tensors": tensors,
-        "aliases": {k: v for file in _safetensors_in(folder) for k, v in stored_aliases(file, names).items()},
+        "aliases": {k: v for file in _local_safetensors_in(folder) for k, v in stored_aliases(file, names).items()},
     }
 
 
-def _safetensors_in(folder: Path) -> list[Path]:
+def _safetensors_in(folder: Location) -> Sequence[Location]:
+    if isinstance(folder, ObjectPath):
+        names = storage.entries(folder)
+        return [folder / name for name in names if name.startswith("model") and name.endswith(".safetensors")]
+    return _local_safetensors_in(folder)
+
+
+def _local_safetensors_in(folder: Path) -> list[Path]:
     return [file for file in weight_files(folder) if file.suffix == ".safetensors"]
 
 
-def _tensors_in(folder: Path) -> list[dict[str, Any]]:
+def _tensors_in(folder: Location) -> list[dict[str, Any]]:
     """Return the tensors in the weight files of ``folder``, from the headers of the files."""
     found = [(name, one, file.name) for file in _safetensors_in(folder) for name, one in stored_tensors(file).items()]
     return [

@@ -11,7 +11,8 @@ from torch import nn
 
 from echelon.accelerator.pipeline import Pipeline
 from echelon.accelerator.weight_average import WeightAverage
-from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
+from echelon.checkpoint.object_store import Location, location
+from echelon.trainer.arguments.training_arguments import TrainingArguments, checkpoint_place, resolve_path
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.data_loaders import LoaderSource
 from echelon.trainer.features.hub import HubUpload
@@ -209,14 +210,22 @@ class TrainerSession:
         return self.fitted or UpdateSize(args.train_batch_size, args.gradient_accumulation_steps)
 
     def output_dir(self, args: TrainingArguments) -> Path:
-        """Return the absolute path of the output directory, or of the running trial's subdirectory."""
-        return self._of_trial(resolve_path(args))
+        """Return the absolute path of the output directory, or of the running trial's subdirectory.
 
-    def output_dir_as_given(self, args: TrainingArguments) -> Path:
-        """Return the same directory as ``output_dir``, with the path as written in ``args``."""
-        return self._of_trial(Path(args.output_dir or "trainer_output"))
+        It is local, even if ``args`` name a URL, and then holds all but checkpoints and models.
+        """
+        folder = resolve_path(args)
+        return folder if self.trial is None else folder / self.trial.name
 
-    def _of_trial(self, folder: Path) -> Path:
+    def checkpoint_dir(self, args: TrainingArguments) -> Location:
+        """Return the place of the checkpoints: ``output_dir``, or the URL in ``args``, or the running trial's part of it."""
+        return self._of_trial(checkpoint_place(args))
+
+    def output_dir_as_given(self, args: TrainingArguments) -> Location:
+        """Return the same place as ``checkpoint_dir``, with the path as written in ``args``."""
+        return self._of_trial(location(args.output_dir or "trainer_output"))
+
+    def _of_trial(self, folder: Location) -> Location:
         return folder if self.trial is None else folder / self.trial.name
 
 

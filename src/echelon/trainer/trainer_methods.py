@@ -33,6 +33,7 @@ from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.transformers import OptimizationState, write_random_states, write_state
+from echelon.checkpoint.object_store import ObjectPath, location, uploaded_from
 from echelon.trainer.arguments.training_arguments import TrainingArguments, loader_batch_size, set_arguments
 from echelon.trainer.build_accelerator import accelerator_arguments, build_accelerator
 from echelon.trainer.callbacks.callback_handler import CallbackHandler, require_agreement, usual_flags
@@ -776,14 +777,15 @@ class TrainerMethods:
         Examples:
             >>> trainer.save_model("trained")
         """
-        folder = Path(output_dir) if output_dir is not None else self._session.output_dir(self.args)
+        place = location(output_dir) if output_dir is not None else self._session.checkpoint_dir(self.args)
         accelerator, args = self.accelerator, self.args
         is_sharded = accelerator.capabilities.shards_parameters
         with (
             self._session.averaged(),
             nullcontext()
             if _internal_call or is_sharded
-            else first_rank_saves(f"save_model {folder}", on_each_machine=args.save_on_each_node),
+            else first_rank_saves(f"save_model {place}", on_each_machine=args.save_on_each_node),
+            uploaded_from(place) as folder,
         ):
             options = {"master_weights": True} if self._session.saves_master_weights else {}
             weights = accelerator.get_state_dict(self.model_wrapped, **options)
@@ -860,9 +862,14 @@ class TrainerMethods:
                 name,
                 self.state.best_metric,
             )
-            folder = best_folder(self.args, self._session.output_dir(self.args), best)
+            place, store = (
+                best_folder(self.args, self._session.checkpoint_dir(self.args), best),
+                self.accelerator.checkpoints.store,
+            )
+            folder = store.fetch(place) if isinstance(place, ObjectPath) else place
             require_whole(self.accelerator.world, folder)
             load_model_from(self.model, folder, report=self._issue_warnings_after_load, select=session.select_tensors)
+            store.drop_copy()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Log which weights are missing from or unexpected in a checkpoint."""

@@ -28,8 +28,9 @@ from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
+from echelon.checkpoint import storage
 from echelon.trainer.arguments.enums import SaveStrategy
-from echelon.trainer.arguments.training_arguments import recorded_arguments, resolve_path
+from echelon.trainer.arguments.training_arguments import checkpoint_place, recorded_arguments
 from echelon.trainer.build_accelerator import accumulation_options, activation_mode, data_seed, set_seeds
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
@@ -129,7 +130,7 @@ class TrainingRun:
         trainer._hp_search_setup(self._trial)
         wanted = args.resume_from_checkpoint if wanted is None else wanted
         check_quantized(trainer.model)
-        output_dir = self._session.output_dir(args)
+        output_dir = self._session.checkpoint_dir(args)
         # Locked before the first step: otherwise a run that cannot save would compute for nothing.
         with (
             contextlib.nullcontext()
@@ -316,9 +317,9 @@ class TrainingRun:
             trainer.state.compute_steps(trainer.args, plan.max_steps)
         else:
             trainer.state = self._resumed.restore_state(plan)
-            if (
-                checkpoint is not None
-                and Path(checkpoint).resolve().parent == session.output_dir(trainer.args).resolve()
+            store, run_dir = trainer.accelerator.checkpoints.store, session.checkpoint_dir(trainer.args)
+            if checkpoint is not None and (
+                storage.real_path(store.origin(Path(checkpoint))).parent == storage.real_path(run_dir)
             ):
                 session.saved_steps.add(trainer.state.global_step)
             trainer._load_callback_state()
@@ -500,7 +501,7 @@ class TrainingRun:
         metrics = speed_metrics("train", start_time, num_samples=num_samples, num_steps=num_steps)
         metrics |= {"total_flos": trainer.state.total_flos, "train_loss": mean, **self._session.memory.end("train")}
         log(trainer, metrics)
-        run_dir = Path(trainer._get_output_dir(trial))
+        run_dir = storage.location(trainer._get_output_dir(trial))
         # The best step may have been saved before it was evaluated.
         point_to_best(trainer.state, run_dir, saved=self._session.saved_steps)
         if args.load_best_model_at_end:
@@ -511,7 +512,7 @@ class TrainingRun:
         if self._session.average is not None:
             self._session.average.copy_to_models()
             self._forget_average()
-        remove_last_checkpoint(args, trainer.state, resolve_path(args, run_dir))
+        remove_last_checkpoint(args, trainer.state, checkpoint_place(args, run_dir))
         notify(trainer, "on_train_end")
         trainer._finish_current_push()
         trainer.is_in_train = False

@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import shutil
+import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,15 +19,18 @@ from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import progress_bar
 from echelon.base.warnings import warn
-from echelon.checkpoint import storage
+from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.background_save import EXIT_CODE, BackgroundSaver, TooManyFailedSavesError
 from echelon.checkpoint.commit import clean, make_folders, place_of
 from echelon.checkpoint.lock import RunLock
-from echelon.checkpoint.plan import Planner
+from echelon.checkpoint.manifest import MANIFEST
+from echelon.checkpoint.object_store import Location, ObjectPath, location
+from echelon.checkpoint.plan import Planner, gather_json
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.checkpoint.save import PendingCheckpoint, SaveFailedError, creates_folder, run_on_all_ranks
 from echelon.distributed.control import raise_on_all_ranks
+from echelon.distributed.small_messages import gather_bytes
 
 PREFIX = "checkpoint_"
 """Name prefix of automatically named checkpoints, followed by a number."""
@@ -44,7 +49,10 @@ class CheckpointStore:
         self._failures_in_a_row = 0  # the same on every rank
         self._last_failure: str | None = None
         self._lock: RunLock | None = None
-        self._place: Path | None = None  # folder locked by the active ``alone_in`` block
+        self._copy: tuple[Path, ObjectPath] | None = None
+        """A local copy of a checkpoint in an object store, and that checkpoint."""
+        self._drop_copy: Callable[[], object] = lambda: None
+        self._place: Location | None = None  # folder locked by the active ``alone_in`` block
 
     @property
     def is_on_each_node(self) -> bool:
@@ -72,7 +80,7 @@ class CheckpointStore:
             self._failures_in_a_row = 0
 
     @contextmanager
-    def alone_in(self, folder: Path, *, prefix: str) -> Iterator[None]:
+    def alone_in(self, folder: Location, *, prefix: str) -> Iterator[None]:
         """Lock ``folder``: inside the block, no other run can write checkpoints named ``prefix`` + number to it.
 
         Leftovers of interrupted saves are removed first. A nested block for the same folder does not lock again.
@@ -82,7 +90,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: another run holds the lock; the message names it.
         """
-        folder = folder.resolve()
+        folder = storage.real_path(folder)
         if folder == self._place:
             yield
             return
@@ -146,12 +154,12 @@ class CheckpointStore:
             path = folder / ".lock" if pending.collect is not None else folder.parent / f".{folder.name}.lock"
             self._lock_folder(folder, path, prefix=PREFIX)
 
-    def _lock_folder(self, folder: Path, path: Path, *, prefix: str) -> None:
+    def _lock_folder(self, folder: Location, path: Location, *, prefix: str) -> None:
         make_folders(folder)
         self._lock = RunLock(path)
         clean(folder, belongs=lambda name: name.startswith(prefix) and name.removeprefix(prefix).isdigit())
 
-    def _rotate(self, target: Path) -> None:
+    def _rotate(self, target: Location) -> None:
         """Delete the checkpoints beyond ``total_limit`` after ``target`` was written."""
         limit = self._project.total_limit
         if limit is None:
@@ -169,11 +177,11 @@ class CheckpointStore:
                 _("{target} is saved, but older checkpoints could not be deleted: {error}", target=target, error=error)
             )
 
-    def best(self) -> Path | None:
+    def best(self) -> Location | None:
         """See ``Accelerator.best_checkpoint``."""
         return next(iter(self._best(self.folder(), 1)), None)
 
-    def _best(self, folder: Path, number: int | None = None) -> list[Path]:
+    def _best(self, folder: Location, number: int | None = None) -> list[Location]:
         """Return the checkpoints in ``folder`` with the best metrics, best first; the newer one wins a tie."""
         number = self._project.keep_best if number is None else number
         if not number:
@@ -186,10 +194,10 @@ class CheckpointStore:
         sign = 1 if self._project.greater_is_better else -1
         return [path for _, _, path in sorted(measured, key=lambda one: (-sign * one[0], -one[1]))[:number]]
 
-    def next_folder(self) -> Path:
+    def next_folder(self) -> Location:
         """Return the path of the next automatically named checkpoint."""
         target = self.folder() / f"{PREFIX}{self._project.iteration}"
-        if place_of(target).exists():
+        if storage.kind(place_of(target)) is not None:
             raise UsageError(
                 f"the checkpoint {target} already exists",
                 do="set accelerator.project_configuration.iteration to the next free number (after load_state: the "
@@ -197,18 +205,72 @@ class CheckpointStore:
             )
         return target
 
-    def numbered(self) -> list[Path]:
+    def numbered(self) -> Sequence[Location]:
         """Return the automatically named checkpoints, oldest first."""
         return numbered(self.folder(), prefix=PREFIX)
 
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         """Return the folder of automatically named checkpoints."""
         if self._project.project_dir is None:
             raise UsageError(
                 "automatic_checkpoint_naming requires a project_dir",
                 do="pass Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)",
             )
-        return Path(os.fspath(self._project.project_dir)) / "checkpoints"
+        return location(os.fspath(self._project.project_dir)) / "checkpoints"
+
+    # ---- object stores -----------------------------------------------------------------------------------------------
+
+    def fetch(self, path: ObjectPath) -> Path:
+        """Copy a checkpoint in an object store to a local folder, which the ranks of this machine share, and return it.
+
+        It is deleted by ``drop_copy``, by the next ``fetch``, and at the end of the process.
+
+        Collective: call on every rank.
+
+        Raises:
+            UsageError: there is no checkpoint.
+            CheckpointError: a rank could not read it, or has no space for it (in the folder for temporary files, TMPDIR).
+        """
+        world = self._session.world
+        self.drop_copy()
+        places: list[str] = []
+        with raise_on_all_ranks(f"looking for {path}"):
+            if world.is_rank_zero:
+                place = object_store.place_of(path)
+                if not object_store.exists(place / MANIFEST):
+                    raise UsageError(
+                        _("there is no checkpoint at {path}", path=path),
+                        do=_("echelon checkpoint ls lists the checkpoints at a URL"),
+                    )
+                places.append(str(place))
+            made = None
+            if world.is_local_rank_zero:
+                made = Path(tempfile.mkdtemp(prefix="echelon-load-"))
+                self._drop_copy = weakref.finalize(self, shutil.rmtree, made, True)
+        announced = gather_json([world.node_rank, None if made is None else str(made), places], gather_bytes)
+        folder = next(Path(one) for node, one, _places in announced if node == world.node_rank and one is not None)
+        copy, found = folder / (path.name or "checkpoint"), location(announced[0][2][0])
+        assert isinstance(found, ObjectPath)
+        logger.info("copying %s to %s", found, copy)
+        with raise_on_all_ranks(f"reading {path}"):
+            try:
+                object_store.download(found, copy, share=world.local_rank, num_shares=world.local_world_size)
+            except OSError as error:
+                raise CheckpointError(
+                    _("{path} could not be copied to {folder}: {error}", path=path, folder=copy, error=error),
+                    do=_("resolve the error above; TMPDIR sets the folder"),
+                ) from error
+        self._copy = (copy, path)
+        return copy
+
+    def origin(self, folder: Path) -> Location:
+        """Return the checkpoint that ``fetch`` has copied to ``folder``; others unchanged."""
+        return self._copy[1] if self._copy is not None and self._copy[0] == folder else folder
+
+    def drop_copy(self) -> None:
+        """Delete the local copy that ``fetch`` made."""
+        self._drop_copy()
+        self._copy = None
 
     def _note_failure(self, error: SaveFailedError) -> None:
         """Count ``error``, which was raised on every rank, and warn about it.
@@ -254,7 +316,7 @@ def no_folder_error(function: str, *, do: str) -> UsageError:
     )
 
 
-def _metric_of(folder: Path) -> float | None:
+def _metric_of(folder: Location) -> float | None:
     """Return a checkpoint's metric; None if it has none or cannot be read."""
     try:
         metric = Checkpoint(folder).objects().get("accelerator", {}).get("metric")

@@ -42,6 +42,7 @@ from echelon.checkpoint.formats.layouts import layout_of, require_layout
 from echelon.checkpoint.formats.torch_files import write_plain
 from echelon.checkpoint.formats.weight_files import write_shards
 from echelon.checkpoint.manifest import is_part
+from echelon.checkpoint.object_store import Location, ObjectPath, is_url, location, uploaded_from
 from echelon.checkpoint.read import Checkpoint, open_verified
 from echelon.checkpoint.save import Content, PendingCheckpoint
 from echelon.checkpoint.tensor_names import model_prefix
@@ -161,20 +162,21 @@ class Checkpoints:
     def save_state(
         self,
         /,
-        output_dir: str | os.PathLike[str] | None = None,
+        output_dir: str | os.PathLike[str] | ObjectPath | None = None,
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
         metric: float | None = None,
         **save_model_func_kwargs: Any,
-    ) -> Path:
+    ) -> Location:
         """Save everything needed to resume: prepared and registered objects, RNG states, ``step``. Returns the folder.
 
         An error on any rank is raised on all ranks and leaves an existing checkpoint unchanged. A full or failing disk
         is reported, but ends the run only after ``max_failed_saves`` consecutive failures (docs/checkpoints.md).
 
         Args:
-            output_dir: target folder. A checkpoint in it is replaced completely; other files are kept. With
+            output_dir: target folder, or a URL in an object store, such as ``s3://bucket/run/last``. A checkpoint there is
+                replaced completely; other files are kept. With
                 ``automatic_checkpoint_naming``, the folder is always
                 ``project_dir/checkpoints/checkpoint_<iteration>``.
             safe_serialization: store weights as safetensors; False: use ``torch.save``, in Accelerate's layout.
@@ -231,7 +233,7 @@ class Checkpoints:
             elif output_dir is None:
                 raise no_folder_error("save_state", do="pass output_dir")
             else:
-                target = Path(output_dir).expanduser()
+                target = location(output_dir)
             session.engine.update_loss_scale()
             self.warn_of_weights_left_out()
             self._warn_of_scheduler_left_out()
@@ -304,7 +306,7 @@ class Checkpoints:
         get_state_dict: Callable[..., dict[str, Any] | None] = self._get_state_dict()
         return get_state_dict(model, master_weights=True) if self._session.masters else get_state_dict(model)
 
-    def _own_format(self, target: Path, *, metric: float | None) -> PendingCheckpoint:
+    def _own_format(self, target: Location, *, metric: float | None) -> PendingCheckpoint:
         """Return a save in echelon's own format.
 
         Hooks may draw random numbers and change registered objects, so the content is collected after they have run. Models whose
@@ -345,7 +347,7 @@ class Checkpoints:
             on_each_node=self.store.is_on_each_node,
         )
 
-    def _accelerate_format(self, target: Path, *, safe_serialization: bool) -> PendingCheckpoint:
+    def _accelerate_format(self, target: Location, *, safe_serialization: bool) -> PendingCheckpoint:
         """Return a save in Accelerate's format.
 
         Collective: call on every rank.
@@ -390,7 +392,7 @@ class Checkpoints:
     def load_state(
         self,
         /,
-        input_dir: str | os.PathLike[str] | None = None,
+        input_dir: str | os.PathLike[str] | ObjectPath | None = None,
         load_kwargs: dict[str, Any] | None = None,
         *,
         allow_missing: Collection[str] = (),
@@ -403,7 +405,7 @@ class Checkpoints:
         different engine and number of processes (docs/checkpoints.md).
 
         Args:
-            input_dir: checkpoint folder. None: the newest complete automatically named checkpoint; skipped ones are
+            input_dir: checkpoint folder, or its URL in an object store. None: the newest complete automatically named checkpoint; skipped ones are
                 logged.
             load_kwargs: ``torch.load`` options for everything except the models, in Accelerate's layout.
             allow_missing: entries that may be missing from the checkpoint or from this run: ``"scheduler"``, ``"loader[0]"``,
@@ -433,8 +435,8 @@ class Checkpoints:
             self._load(input_dir, load_kwargs, options)
         note_loaded(self._session.progress.step)
 
-    def _load(self, input_dir: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]) -> Path:
-        """Load a checkpoint, and return its folder."""
+    def _load(self, input_dir: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]) -> Location:
+        """Load a checkpoint, and return its place."""
         session, objects = self._session, self._session.objects
         for average in objects.averages:
             average.require_not_applied("load_state()")
@@ -475,7 +477,7 @@ class Checkpoints:
                     allowed=allowed,
                     data=data,
                 )
-                _logger.info("%s is loaded", checkpoint.folder)
+                _logger.info("%s is loaded", self.store.origin(folder))
             else:
                 changes = load_accelerator_state(
                     folder,
@@ -503,11 +505,14 @@ class Checkpoints:
                     )
             session.update.step = changes.get("step", session.update.step)
             session.restore_progress(changes.get("progress"))
-        return folder
+        origin = self.store.origin(folder)
+        if input_dir is None or is_url(input_dir):  # otherwise a Trainer still reads the copy
+            self.store.drop_copy()
+        return origin
 
     def resume(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | ObjectPath | None = None,
         *,
         strict: bool = True,
         allow_missing: Collection[str] = (),
@@ -522,7 +527,7 @@ class Checkpoints:
         incomplete update is repeated (docs/checkpoints.md).
 
         Args:
-            path: a folder that was passed to ``save_state``. None: the newest complete automatically named checkpoint;
+            path: a folder or URL that was passed to ``save_state``. None: the newest complete automatically named checkpoint;
                 skipped ones are logged.
             strict: require the checkpoint to contain exactly the model's weights.
             allow_missing: see ``load_state``.
@@ -551,7 +556,7 @@ class Checkpoints:
         preemption = self._session.preemption
         if not preemption.is_driven:
             # Make it absolute now, because the script may change its working directory before a preemption saves there.
-            preemption.folder = None if path is None else Path(path).expanduser().absolute()
+            preemption.folder = None if path is None else _absolute(location(path))
             preemption.join()
         options = {"strict": strict, "allow_missing": allow_missing, "allow_changed_data": allow_changed_data}
         with within(Phase.LOAD):
@@ -573,7 +578,7 @@ class Checkpoints:
                 require_folder_or_nothing(place)
                 is_there = bool(found)
             else:
-                place = Path(folder).expanduser().absolute()
+                place = _absolute(location(folder))
                 is_there = has_checkpoint(place)
         if not agree(is_there):
             if must_exist:
@@ -609,7 +614,8 @@ class Checkpoints:
         """
         world = self._session.world
         if input_dir is not None:
-            folder = Path(input_dir).expanduser().absolute()
+            place = _absolute(location(input_dir))
+            folder = self.store.fetch(place) if isinstance(place, ObjectPath) else place
         elif not self._project.automatic_checkpoint_naming:
             raise no_folder_error("load_state", do="pass input_dir")
         else:
@@ -638,7 +644,9 @@ class Checkpoints:
             )
             return f"{place} lacks {', '.join(missing)}" if missing else None
 
-        found, passed_over = newest_whole(session.world, self.store.folder(), prefix=PREFIX, usable=lacks)
+        found, passed_over = newest_whole(
+            session.world, self.store.folder(), prefix=PREFIX, usable=lacks, fetch=self.store.fetch
+        )
         skipped = "\n".join(f"    {path.name}: {why}" for path, why in passed_over)
         if found is None and not skipped:
             raise UsageError(
@@ -666,7 +674,7 @@ class Checkpoints:
 
         Args:
             model: prepared or not.
-            save_directory: created if missing; other files in it are kept.
+            save_directory: created if missing, or a URL in an object store; other files in it are kept.
             max_shard_size: maximum file size, such as ``"5GB"``; if there are several files, an index is written.
             safe_serialization: use the safetensors format; False: use ``torch.save``.
 
@@ -682,8 +690,8 @@ class Checkpoints:
         monitored_barrier("save_model()", advice="Rank zero writes.")
         if not is_alone():
             self._session.guard.compare_models("at save_model()")
-        folder = Path(save_directory).expanduser()
-        with within(Phase.SAVE):
+        place = location(save_directory)
+        with within(Phase.SAVE), uploaded_from(place) as folder:
             state = offloaded_state(model) or self._get_state_dict()(model)
             with raise_on_all_ranks("save_model"):
                 if folder.is_file():
@@ -716,7 +724,7 @@ class Checkpoints:
         finally:
             self.data_policy = before
 
-    def save_and_end(self, save_state: Callable[[Any], Path]) -> NoReturn:
+    def save_and_end(self, save_state: Callable[[Any], Location]) -> NoReturn:
         """Save a checkpoint for ``resume``, if a folder is known, and end the run.
 
         Collective: call on every rank.
@@ -727,7 +735,7 @@ class Checkpoints:
         project, step = self._project, self._session.progress.step
         folder = self._session.preemption.folder
         if folder is None and project.project_dir is not None:
-            folder = Path(os.fspath(project.project_dir)) / _PREEMPTED
+            folder = location(os.fspath(project.project_dir)) / _PREEMPTED
         if project.automatic_checkpoint_naming and project.project_dir is not None:
             folder = None
         elif folder is None:
@@ -798,12 +806,17 @@ def _is_ours(name: str) -> bool:
     return is_part(name) or is_state_file(name)
 
 
+def _absolute(place: Location) -> Location:
+    return place if isinstance(place, ObjectPath) else place.absolute()
+
+
 def _one_folder(given: Any, world: World, operation: str) -> Any:
     """Return the folder that this machine's first rank passed; names that contain the time may differ between ranks.
 
     Collective: call on every rank.
     """
-    named = gather_object([(world.node_rank, None if given is None else os.fspath(given))])
+    text = str(given) if isinstance(given, ObjectPath) else None if given is None else os.fspath(given)
+    named = gather_object([(world.node_rank, text)])
     first: dict[int, str | None] = {}
     for node_rank, folder in named:
         first.setdefault(node_rank, folder)

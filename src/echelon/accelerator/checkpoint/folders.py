@@ -10,12 +10,13 @@ from typing import Any
 
 from echelon.base.errors import CheckpointError, UsageError
 from echelon.base.progress import progress_bar
-from echelon.checkpoint import storage
+from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.background_save import store_gather
 from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_nothing
 from echelon.checkpoint.formats.layouts import TRAINER_STATE, layout_of, weight_files
 from echelon.checkpoint.formats.transformers import SCHEDULER
 from echelon.checkpoint.formats.weight_files import read_model
+from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.checkpoint.plan import gather_json
 from echelon.checkpoint.read import Checkpoint, try_open
 from echelon.checkpoint.rotation import numbered
@@ -34,7 +35,7 @@ _CUT_OFF = "checkpoint-is-incomplete.txt"  # left by transformers if a save is k
 # ---- finding ---------------------------------------------------------------------------------------------------------
 
 
-def is_own_format(folder: Path) -> bool:
+def is_own_format(folder: Location) -> bool:
     """Return whether ``folder`` uses echelon's own format, with checksums."""
     return layout_of(folder) == "echelon"
 
@@ -57,7 +58,7 @@ def registered_state(folder: Path, index: int) -> Any:
     return Checkpoint(folder).objects()[f"custom.{index}"]
 
 
-def require_folder(path: Path, *, makes: bool) -> None:
+def require_folder(path: Location, *, makes: bool) -> None:
     """Raise if ``path`` exists and is not a directory; create it if it is missing and ``makes`` is set.
 
     Raises:
@@ -68,25 +69,33 @@ def require_folder(path: Path, *, makes: bool) -> None:
         make_folders(storage.real_path(path))
 
 
-def has_checkpoint(folder: Path) -> bool:
+def has_checkpoint(folder: Location) -> bool:
     """Return whether ``folder`` contains anything; an empty folder holds no checkpoint yet.
 
     Raises:
         UsageError: ``folder`` is a file or a broken symbolic link.
     """
+    if isinstance(folder, ObjectPath):
+        return object_store.is_checkpoint(folder)
     require_folder_or_nothing(folder)
     place = place_of(folder)
     return place.is_dir() and bool(storage.entries(place))
 
 
 def newest_whole(
-    world: World, folder: Path, *, prefix: str, usable: Callable[[Path], str | None] = lambda _: None
-) -> tuple[Path | None, Sequence[tuple[Path, str]]]:
+    world: World,
+    folder: Location,
+    *,
+    prefix: str,
+    usable: Callable[[Path], str | None] = lambda _: None,
+    fetch: Callable[[ObjectPath], Path],
+) -> tuple[Path | None, Sequence[tuple[Location, str]]]:
     """Return the newest checkpoint (in any layout) in ``folder`` that is complete on every machine, and the skipped
     ones.
 
     Args:
         prefix: name prefix before the number.
+        fetch: returns a local copy of a checkpoint in an object store (``CheckpointStore.fetch``), which is then returned.
         usable: returns why a complete checkpoint cannot be used, or None; must return the same on all ranks.
 
     Collective: call on every rank.
@@ -101,13 +110,19 @@ def newest_whole(
         key=lambda name: int(name.removeprefix(prefix)),
         reverse=True,
     )
-    skipped: list[tuple[Path, str]] = []
+    skipped: list[tuple[Location, str]] = []
     for name in names:
-        path = folder / name
-        problem = _problem_on_any(world, path) or usable(path)
+        found = folder / name
+        try:
+            path = found if isinstance(found, Path) else fetch(found)
+            problem = _problem_on_any(world, path) or usable(path)
+        except CheckpointError as error:  # from fetch, on every rank
+            if isinstance(found, Path):
+                raise
+            problem = error.what
         if problem is None:
             return path, skipped
-        skipped.append((path, problem))
+        skipped.append((found, problem))
     return None, skipped
 
 
@@ -137,7 +152,7 @@ def _problem_on_any(world: World, folder: Path) -> str | None:
     return next((problem for found in gather_json(problems, gather_bytes) for problem in found), None)
 
 
-def problems_in(folder: Path) -> list[str]:
+def problems_in(folder: Location) -> list[str]:
     """Return the problems in a checkpoint of any layout, with file names; empty if it is complete.
 
     In echelon's own format every file is compared with its checksum. Other layouts have no checksums: missing and
@@ -147,7 +162,7 @@ def problems_in(folder: Path) -> list[str]:
         require_folder_or_nothing(folder)
         layout = layout_of(folder)
         folder = place_of(folder)
-        if layout == "echelon":
+        if layout == "echelon" or isinstance(folder, ObjectPath):
             return Checkpoint(folder).problems(show=progress_bar)
         if layout == "sharded":
             return [

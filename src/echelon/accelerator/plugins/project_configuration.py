@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from echelon.base.errors import UsageError
 from echelon.base.keywords import suggest_keywords
+from echelon.checkpoint.object_store import ObjectPath, local_folder_of, location
 
 
 @suggest_keywords
@@ -20,9 +21,9 @@ class ProjectConfiguration:
     """
 
     project_dir: str | os.PathLike[str] | None = None
-    """Folder for the project's files."""
+    """Folder for the project's files, or a URL such as ``s3://bucket/run`` for its checkpoints."""
     logging_dir: str | os.PathLike[str] | None = None
-    """Folder for trackers. None: use ``project_dir``."""
+    """Folder for trackers. None: use ``project_dir``; if this is a URL, a local folder that is named after its last part."""
     automatic_checkpoint_naming: bool = False
     """Whether ``save_state`` numbers its folders: ``project_dir/checkpoints/checkpoint_0``, ..."""
     total_limit: int | None = None
@@ -55,10 +56,11 @@ class ProjectConfiguration:
             )
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set ``project_dir``, and also ``logging_dir`` if it is not set."""
+        """Set ``project_dir``, and also ``logging_dir`` if it is not set: for a URL, to a local folder with its last part."""
         self.project_dir = project_dir
         if self.logging_dir is None:
-            self.logging_dir = project_dir
+            place = None if project_dir is None else location(project_dir)
+            self.logging_dir = local_folder_of(place) if isinstance(place, ObjectPath) else project_dir
 
 
 def _absolute(folder: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:

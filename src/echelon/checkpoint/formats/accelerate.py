@@ -271,7 +271,9 @@ def export_accelerate(
         write_plain(one, custom_path(folder, i))
     # With a Trainer's state file, the folder would be detected as transformers' layout.
     copy_other_files(
-        checkpoint.folder, folder, without=lambda name: is_part(name) or is_state_file(name) or name == TRAINER_STATE
+        checkpoint.local_folder,
+        folder,
+        without=lambda name: is_part(name) or is_state_file(name) or name == TRAINER_STATE,
     )
 
 

@@ -117,7 +117,8 @@ def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) 
     )
     pending.begin()
     pending.objects |= {rank_objects_file(rank): typed_json.to_bytes(own) for rank, own in enumerate(encoded)}
-    return pending.finish(show=progress_bar)
+    pending.finish(show=progress_bar)
+    return target
 
 
 def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -152,7 +153,7 @@ def weights_beside(checkpoint: Checkpoint) -> Weights:
     Raises:
         CheckpointError: no such files exist, for example because only adapters are trained.
     """
-    files = weight_files(checkpoint.folder)
+    files = weight_files(checkpoint.local_folder)
     if not files or any(file.suffix != ".safetensors" for file in files):
         raise CheckpointError(
             f"{checkpoint.folder} contains no model weights", do="run `echelon checkpoint show` to see what it contains"

@@ -12,6 +12,7 @@ from echelon.checkpoint import storage
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.manifest import MANIFEST
+from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.checkpoint.typed_json import read_json
 from echelon.compat.constants import (
     FSDP_MODEL_NAME,
@@ -35,11 +36,13 @@ _SHARDED = re.compile(rf"\.metadata|.*\.distcp|{FSDP_MODEL_NAME}_\d+|{OPTIMIZER_
 _NUMBERED = re.compile(r"checkpoint[-_]\d+")
 
 
-def layout_of(folder: Path) -> Layout | None:
-    """Return the layout of ``folder``, or None if it is not a checkpoint."""
+def layout_of(folder: Location) -> Layout | None:
+    """Return the layout of ``folder``, or None if it is not a checkpoint. In object stores, only echelon's own is known."""
     folder = place_of(folder)
     if storage.kind(folder / MANIFEST) is not None:
         return "echelon"
+    if isinstance(folder, ObjectPath):
+        return None
     names = storage.entries(folder) if folder.is_dir() else []
     if any(_SHARDED.fullmatch(name) for name in names):
         return "sharded"
@@ -48,7 +51,7 @@ def layout_of(folder: Path) -> Layout | None:
     return "accelerate" if any(_OF_ACCELERATE.fullmatch(name) for name in names) else None
 
 
-def require_layout(folder: Path) -> Layout:
+def require_layout(folder: Location) -> Layout:
     """Return the layout of ``folder``.
 
     Raises:
@@ -57,6 +60,11 @@ def require_layout(folder: Path) -> Layout:
     """
     layout = layout_of(folder)
     if layout is None:
+        if isinstance(folder, ObjectPath):
+            raise CheckpointError(
+                _("{folder} is not a checkpoint in echelon's format: it has no {file}", folder=folder, file=MANIFEST),
+                do=_("pass the URL of a checkpoint; echelon checkpoint ls lists the checkpoints at a URL"),
+            )
         require_folder_or_nothing(folder)
         if not folder.is_dir():
             raise UsageError(
@@ -83,7 +91,7 @@ def require_layout(folder: Path) -> Layout:
     return layout
 
 
-def require_whole(folder: Path) -> Layout:
+def require_whole(folder: Location) -> Layout:
     """Return the layout of ``folder``; raise an error if it can be read only by unpickling.
 
     Raises:

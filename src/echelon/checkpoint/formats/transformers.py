@@ -144,9 +144,9 @@ def export_transformers(
         CheckpointError: the layout cannot represent part of the checkpoint.
     """
     objects = training_objects_in(checkpoint)
-    is_of_trainer = (checkpoint.folder / TRAINER_STATE).exists()
+    is_of_trainer = (checkpoint.local_folder / TRAINER_STATE).exists()
     # a Trainer writes the weights only to these files
-    has_files = not num_models_in(checkpoint) and bool(weight_files(checkpoint.folder))
+    has_files = not num_models_in(checkpoint) and bool(weight_files(checkpoint.local_folder))
     _require_one_of_each(checkpoint, objects, num_models=1 if has_files else num_models_in(checkpoint))
     ranks = rank_objects_in(checkpoint)
     if not has_files:
@@ -166,13 +166,13 @@ def export_transformers(
     for path in sorted(folder.glob("*.pt*")):
         _require_readable(path)
     written = _OF_TRAINING if has_files else _WITH_WEIGHTS
-    copy_other_files(checkpoint.folder, folder, without=lambda name: is_part(name) or written.fullmatch(name))
+    copy_other_files(checkpoint.local_folder, folder, without=lambda name: is_part(name) or written.fullmatch(name))
     if not is_of_trainer:
         _write_trainer_state(folder, checkpoint.manifest.progress or {})
 
 
 def _require_one_of_each(checkpoint: Checkpoint, objects: Mapping[str, Any], *, num_models: int) -> None:
-    is_of_trainer = (checkpoint.folder / TRAINER_STATE).exists()
+    is_of_trainer = (checkpoint.local_folder / TRAINER_STATE).exists()
     counts = {
         "models": (num_models, 1, 1),
         "optimizers": (len(objects["optimizer_groups"]), 0, 1),

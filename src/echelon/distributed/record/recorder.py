@@ -281,9 +281,9 @@ class ProcessRecorder:
         name = kind if len(known) == 1 else f"{kind} {len(known)}"
         self.log_hyperparameters("training", {name: plain}, defaults=[f"{name}.{fact}" for fact in defaults])
 
-    def checkpoint(self, path: Path, *, step: int | None, duration_s: float) -> None:
-        """Record that the run's state at ``step`` has been saved. Called on rank 0, possibly in a thread."""
-        facts = {"path": str(path.absolute()), "duration_s": round(duration_s, 6)}
+    def checkpoint(self, path: Path | str, *, step: int | None, duration_s: float) -> None:
+        """Record that the run's state at ``step`` has been saved at a path or URL. Called on rank 0, possibly in a thread."""
+        facts = {"path": path if isinstance(path, str) else str(path.absolute()), "duration_s": round(duration_s, 6)}
         text = _("saved step {step} to {path} in {seconds:.1f} s", step=step, path=path, seconds=duration_s)
         self._write(EVENTS_FILE, {"kind": "checkpoint", "rank": 0, "step": step, **event_texts(text), **facts})
 

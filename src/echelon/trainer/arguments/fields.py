@@ -29,7 +29,10 @@ class TrainingFields:
     """The fields of ``TrainingArguments``, without derived properties."""
 
     # Output and length of the run.
-    output_dir: str | None = setting(None, "Directory for checkpoints and results (default: trainer_output).")
+    output_dir: str | None = setting(
+        None,
+        "Directory for checkpoints and results (default: trainer_output), or a URL for checkpoints: s3://bucket/run.",
+    )
     per_device_train_batch_size: int = setting(8, "Training samples per device in one forward pass.")
     num_train_epochs: float = setting(3.0, "Number of epochs; may be fractional.")
     max_steps: int = setting(-1, "Number of optimizer steps; if positive, overrides num_train_epochs.")

@@ -23,6 +23,7 @@ from echelon.accelerator import DeepSpeedPlugin, PartialState
 from echelon.accelerator.setup.local_devices import num_devices_of_process
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
+from echelon.checkpoint.object_store import Location, ObjectPath, local_folder_of, location
 from echelon.trainer.arguments.enums import (
     HubStrategy,
     IntervalStrategy,
@@ -48,6 +49,7 @@ __all__ = [
     "has_fixed_devices",
     "loader_batch_size",
     "num_devices_of",
+    "checkpoint_place",
     "resolve_path",
     "set_arguments",
     "set_num_devices",
@@ -123,7 +125,7 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     """Fields that accept a dict as a JSON string; a subclass adds its own."""
 
     def __post_init__(self) -> None:
-        self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
+        self.output_dir = str(location(self.output_dir or "trainer_output"))
         self._creation_dir = Path.cwd()
         self._read_numbers()
         self._read_names()
@@ -575,8 +577,18 @@ def loader_batch_size(args: TrainingArguments) -> int | None:
 
 
 def resolve_path(args: TrainingArguments, path: str | Path | None = None) -> Path:
-    """Resolve ``path`` (default: ``output_dir``) against the directory that was current when ``args`` was created."""
-    return args._creation_dir / Path(path or args.output_dir or "trainer_output").expanduser()
+    """Resolve ``path`` (default: ``output_dir``) against the directory that was current when ``args`` was created.
+
+    For a URL, this is a local folder that is named after its last part: only checkpoints and models are written to a store.
+    """
+    place = location(path or args.output_dir or "trainer_output")
+    return args._creation_dir / (local_folder_of(place) if isinstance(place, ObjectPath) else place)
+
+
+def checkpoint_place(args: TrainingArguments, path: str | Location | None = None) -> Location:
+    """Return the place of checkpoints that ``path`` (default: ``output_dir``) names: a URL, or the same as ``resolve_path``."""
+    place = location(path or args.output_dir or "trainer_output")
+    return place if isinstance(place, ObjectPath) else resolve_path(args, place)
 
 
 def num_devices_of(args: TrainingFields, state: PartialState) -> int:

@@ -12,9 +12,11 @@ from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
+from echelon.checkpoint import storage
+from echelon.checkpoint.object_store import Location
 from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.trainer.arguments.enums import SaveStrategy
-from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
+from echelon.trainer.arguments.training_arguments import TrainingArguments, checkpoint_place
 from echelon.trainer.state import TrainerState
 
 logger = get_logger(__name__)
@@ -64,7 +66,7 @@ def get_last_checkpoint(folder: str | Path) -> str | None:
     Examples:
         >>> folder = get_last_checkpoint("out")  # None if there is none
     """
-    for path in reversed(numbered(Path(folder), prefix=PREFIX)):
+    for path in reversed(numbered(storage.location(folder), prefix=PREFIX)):
         problems = problems_in(path)
         if not problems:
             return str(path)
@@ -83,11 +85,11 @@ def write_json(path: Path, values: Any) -> None:
 # ---- deleting --------------------------------------------------------------------------------------------------------
 
 
-def remove_surplus(folder: Path, *, limit: int | None, best: str | None, newest: Path) -> None:
+def remove_surplus(folder: Location, *, limit: int | None, best: str | None, newest: Location) -> None:
     """Keep at most ``limit`` checkpoints: delete the oldest, but never the best or the newest one."""
     if limit is None or limit <= 0:
         return
-    keep = {newest} | ({Path(best)} if best is not None else set())
+    keep = {newest} | ({storage.location(best)} if best is not None else set())
     try:
         remove_oldest(folder, prefix=PREFIX, limit=max(limit, len(keep)), keep=keep)
     except OSError as error:
@@ -130,7 +132,7 @@ def metric_for_best(args: TrainingArguments, metrics: dict[str, float]) -> float
     return metrics[name]
 
 
-def point_to_best(state: TrainerState, run_dir: Path, *, saved: Set[int]) -> None:
+def point_to_best(state: TrainerState, run_dir: Location, *, saved: Set[int]) -> None:
     """Set ``state.best_model_checkpoint`` if this run has saved the best step.
 
     Args:
@@ -160,14 +162,19 @@ def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState) -> None:
         )
 
 
-def remove_last_checkpoint(args: TrainingArguments, state: TrainerState, output_dir: Path) -> None:
+def remove_last_checkpoint(args: TrainingArguments, state: TrainerState, output_dir: Location) -> None:
     """Delete the last checkpoint if it is not the best one and ``save_total_limit=1`` kept it only for resuming."""
     best = state.best_model_checkpoint
     if args.should_save and best is not None and args.save_total_limit == 1:
         remove_oldest(output_dir, prefix=PREFIX, limit=1, keep=[Path(best)])
 
 
-def best_folder(args: TrainingArguments, output_dir: Path, best: str) -> Path:
-    """Return the best checkpoint's path, looked up in ``output_dir`` if the run's directory has been moved."""
-    as_saved, beside = resolve_path(args, best), output_dir / Path(best).name
-    return beside if beside.is_dir() and not as_saved.is_dir() else as_saved
+def best_folder(args: TrainingArguments, output_dir: Location, best: str) -> Location:
+    """Return the best checkpoint's place, looked up in ``output_dir`` if the run's directory has been moved."""
+    as_saved, beside = checkpoint_place(args, best), output_dir / Path(best).name
+    return beside if is_folder(beside) and not is_folder(as_saved) else as_saved
+
+
+def is_folder(place: Location) -> bool:
+    """Return whether ``place`` is a folder, or a link to one."""
+    return storage.kind(storage.real_path(place)) == "folder"

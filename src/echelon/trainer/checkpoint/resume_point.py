@@ -34,6 +34,7 @@ from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
+from echelon.checkpoint import storage
 from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.formats.transformers import (
     ECHELON_DATA,
@@ -43,8 +44,9 @@ from echelon.checkpoint.formats.transformers import (
     read_random_states,
     read_state,
 )
+from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.trainer.arguments.training_arguments import TrainingArguments, resolve_path
-from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE, best_folder
+from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE, PREFIX, STATE_FILE, best_folder, is_folder
 from echelon.trainer.checkpoint.train_cursor import CURSOR_FIELDS, LENGTH_FIELDS, TrainCursor
 from echelon.trainer.session import TrainerSession, global_batch_size
 from echelon.trainer.state import TrainerState
@@ -81,7 +83,7 @@ class ResumePoint:
 
 
 def find_checkpoint(
-    args: TrainingArguments, accelerator: Accelerator, output_dir: Path, wanted: str | Path | bool | None
+    args: TrainingArguments, accelerator: Accelerator, output_dir: Location, wanted: str | Path | bool | None
 ) -> Path | None:
     """Return the checkpoint to resume from, verified on every machine, or None to start from scratch.
 
@@ -99,16 +101,21 @@ def find_checkpoint(
     if wanted is None or wanted is False:
         return None
     if wanted is not True and str(wanted) != "auto":
-        folder = Path(wanted).expanduser()
-        if wanted == args.resume_from_checkpoint:
-            folder = resolve_path(args, folder)
+        place = storage.location(wanted)
+        if isinstance(place, ObjectPath):
+            folder = accelerator.checkpoints.store.fetch(place)
+        else:
+            folder = resolve_path(args, place) if wanted == args.resume_from_checkpoint else place
         require_whole(accelerator.world, folder)
         if (problem := _no_training_in(folder)) is not None:
             raise CheckpointError(
                 f"{folder} {problem}", do=("load its weights into the model and start a new training run")
             )
         return place_of(folder)
-    found, skipped = newest_whole(accelerator.world, output_dir, prefix=PREFIX, usable=_no_training_in)
+    store = accelerator.checkpoints.store
+    found, skipped = newest_whole(
+        accelerator.world, output_dir, prefix=PREFIX, usable=_no_training_in, fetch=store.fetch
+    )
     reasons = "\n".join(f"    {path.name}: {why}" for path, why in skipped)
     if found is None and wanted is True:
         raise UsageError(
@@ -124,7 +131,7 @@ def find_checkpoint(
         logger.warning(N_("no checkpoint in %s: starting from scratch"), output_dir)
     elif reasons:
         text = N_("resuming from {found}; newer checkpoints were skipped:\n{reasons}")
-        warn(_(text, found=found, reasons=reasons))
+        warn(_(text, found=None if found is None else store.origin(found), reasons=reasons))
     return None if found is None else place_of(found)
 
 
@@ -223,7 +230,7 @@ class ResumedTraining:
         state = TrainerState.load_from_json(folder / STATE_FILE)
         saved = {name: getattr(state, name) for name in _INTERVALS}
         best = state.best_model_checkpoint
-        if best is not None and not best_folder(args, self._session.output_dir(args), best).is_dir():
+        if best is not None and not is_folder(best_folder(args, self._session.checkpoint_dir(args), best)):
             warn(_("the best checkpoint, {best}, no longer exists", best=best))
             state.best_model_checkpoint = None
         state.max_steps, state.num_train_epochs = plan.max_steps, plan.num_epochs
@@ -265,7 +272,11 @@ class ResumedTraining:
         epoch = start.epoch if state.epoch is None else state.epoch
         # A warning, because only these are visible by default.
         logger.warning(
-            N_("resuming from %s: epoch %.4g, step %d of %d"), self._folder, epoch, state.global_step, plan.max_steps
+            N_("resuming from %s: epoch %.4g, step %d of %d"),
+            self._trainer.accelerator.checkpoints.store.origin(self._folder),
+            epoch,
+            state.global_step,
+            plan.max_steps,
         )
         return start
 

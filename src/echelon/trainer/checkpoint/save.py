@@ -14,10 +14,12 @@ from torch import nn
 from echelon.accelerator.checkpoint.changed_data import stored_facts
 from echelon.accelerator.models.save_objects import bare_module
 from echelon.base.errors import UsageError
+from echelon.checkpoint import storage
 from echelon.checkpoint.formats.transformers import ECHELON_DATA, ECHELON_WEIGHTS, is_state_file
 from echelon.checkpoint.formats.weight_files import aliases_in
+from echelon.checkpoint.object_store import Location
 from echelon.checkpoint.save import Content, PendingCheckpoint
-from echelon.trainer.arguments.training_arguments import resolve_path
+from echelon.trainer.arguments.training_arguments import checkpoint_place
 from echelon.trainer.checkpoint.adapters import has_adapters, trained_state
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
@@ -49,8 +51,8 @@ class CheckpointWriter:
         trainer, session = self._trainer, self._session
         args, state = trainer.args, trainer.state
         trainer.store_flos()
-        run_dir = Path(trainer._get_output_dir(trial))
-        output_dir = resolve_path(args, run_dir)
+        run_dir = storage.location(trainer._get_output_dir(trial))
+        output_dir = checkpoint_place(args, run_dir)
         folder = output_dir / f"{PREFIX}{state.global_step}"
         before = state.best_model_checkpoint
         point_to_best(state, run_dir, saved=session.saved_steps | {state.global_step})
@@ -71,7 +73,7 @@ class CheckpointWriter:
         trainer.accelerator.wait_for_everyone()
         return is_written
 
-    def _save_own(self, folder: Path) -> bool:
+    def _save_own(self, folder: Location) -> bool:
         accelerator = self._trainer.accelerator
         averaged = self._averaged_weights()
         if self._trainer.args.save_only_model:
@@ -92,7 +94,7 @@ class CheckpointWriter:
             hook.remove()
         return accelerator.checkpoints.store.is_saved
 
-    def _save_transformers(self, folder: Path) -> bool:
+    def _save_transformers(self, folder: Location) -> bool:
         """Write the checkpoint in transformers' format, in which the Trainer's methods each write their own files.
 
         Raises:

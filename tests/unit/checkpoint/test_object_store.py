@@ -1,0 +1,214 @@
+"""Checkpoints in object stores, in a store of obstore in this process; tests/unit/checkpoint/test_object_store_faults.py has S3."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.checkpoint import object_store, storage
+from echelon.checkpoint.commit import clean
+from echelon.checkpoint.listing import list_folder
+from echelon.checkpoint.lock import RunLock
+from echelon.checkpoint.object_store import ObjectPath, location
+from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.rotation import numbered, remove_oldest
+from echelon.checkpoint.save import Content, PendingCheckpoint, SaveFailedError, begin_save, save
+from tests.checkpoint_ranks import content_of, on_threads, world_of_threads
+
+pytest.importorskip("obstore")
+WORLD = world_of_threads(0, 1)
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime_of_obstore() -> None:
+    """Start the threads of obstore, which live as long as the process, before a test's resources are counted."""
+    object_store.exists(ObjectPath("memory://", "none"))
+
+
+@pytest.fixture
+def run() -> Iterator[ObjectPath]:
+    """Yield an empty place in a store."""
+    place = location(f"memory:///run{next(NUMBERS)}")
+    assert isinstance(place, ObjectPath)
+    yield place
+    object_store.remove_all(place)
+
+
+def test_a_user_names_a_place_by_its_url() -> None:
+    assert location("s3://bucket//run/a/") == ObjectPath("s3://bucket", "run/a")
+    assert str(location("gs://bucket/run") / "a") == "gs://bucket/run/a"  # type: ignore[operator]
+    assert location("~/run") == Path("~/run").expanduser()
+    for wrong in ("http://host/run", "s3:///run", "s3://bucket/a/../b"):
+        with pytest.raises(UsageError):
+            location(wrong)
+
+
+def test_ranks_save_to_a_store_and_load_from_it(run: ObjectPath) -> None:
+    target = run / "checkpoint_1"
+    on_threads(lambda world, gather: save(target, content_of(3, world.rank), world=world, gather=gather), 3)
+    there, local = Checkpoint(target), {}
+    assert there.problems() == there.problems(show=None) == []
+    assert set(there.manifest.files) == set(object_store.objects_in(there.folder)) - {"manifest.json"}  # type: ignore[arg-type]
+    for name in there.names():
+        local[name] = there.read(name)
+    assert local
+    assert there.manifest.world_size == 3
+
+
+def test_files_of_hooks_are_uploaded_by_the_rank_that_wrote_them(run: ObjectPath) -> None:
+    def write(folder: Path, is_owner: bool) -> None:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "same.txt").write_text("same")
+        (folder / f"owner_{is_owner}.txt").write_text("of one rank")
+
+    folders: list[Path] = []
+
+    def one(world, gather):  # type: ignore[no-untyped-def]
+        pending = PendingCheckpoint(
+            target=run / "c", world=world, gather=gather, collect=lambda _: Content(), write=write
+        )
+        pending.begin()
+        folders.append(pending.files.folder_to_add())
+        pending.finish()
+
+    on_threads(one, 2)
+    files = Checkpoint(run / "c").manifest.files
+    assert {"sub/same.txt", "owner_True.txt", "owner_False.txt"} <= set(files)
+    assert Checkpoint(run / "c").problems() == []
+    assert not any(folder.exists() for folder in folders)
+
+    def differs(folder: Path, is_owner: bool) -> None:
+        (folder / "x").write_text(str(is_owner))
+
+    def two(world, gather):  # type: ignore[no-untyped-def]
+        PendingCheckpoint(
+            target=run / "d", world=world, gather=gather, collect=lambda _: Content(), write=differs
+        ).begin().finish()
+
+    with pytest.raises(CheckpointError, match="wrote different files 'x' on several ranks"):
+        on_threads(two, 2)
+    assert not object_store.objects_in(run / "d")
+
+
+def test_a_checkpoint_is_replaced_and_nothing_of_the_old_one_is_left(run: ObjectPath) -> None:
+    save(run / "c", Content(objects={"step": 1}), world=WORLD)
+    object_store.write_object(run / "c" / "note.txt", b"of the user")
+    save(run / "c", Content(objects={"step": 2}), world=WORLD)
+    assert Checkpoint(run / "c").objects() == {"step": 2}
+    assert sorted(name.rpartition("/")[2] for name in object_store.objects_in(run / "c")) == [
+        "manifest.json",
+        "note.txt",
+        "objects.json",
+    ]
+
+
+def test_a_save_without_its_manifest_is_no_checkpoint(run: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(run / "checkpoint_1", Content(objects={"step": 1}), world=WORLD)
+    begun = begin_save(run / "checkpoint_1", Content(objects={"step": 2}), world=WORLD)
+    begun.files.write("objects.json", [b"x"], num_bytes=1)  # and the process is killed
+    begin_save(run / "checkpoint_2", Content(), world=WORLD).files.write("objects.json", [b"x"], num_bytes=1)
+    assert Checkpoint(run / "checkpoint_1").objects() == {"step": 1}
+    assert [path.name for path in numbered(run, prefix="checkpoint_")] == ["checkpoint_1"]
+    found = list_folder(run)
+    assert [one.name for one in found.entries] == ["checkpoint_1"]
+    assert [one.name for one in found.leftovers] == ["checkpoint_2"]
+    cleaned = clean(run, belongs=lambda name: True)
+    assert [name.partition("/")[0] for name in cleaned] == ["checkpoint_1", "checkpoint_2"]
+    assert list_folder(run).leftovers == []
+    assert Checkpoint(run / "checkpoint_1").objects() == {"step": 1}
+
+
+def test_a_lost_file_is_found_before_the_commit(run: ObjectPath) -> None:
+    save(run / "c", Content(objects={"step": 1}), world=WORLD)
+    pending = begin_save(run / "c", Content(objects={"step": 2}), world=WORLD)
+    real = pending._write
+
+    def write(show):  # type: ignore[no-untyped-def]
+        written = real(show)
+        object_store.delete(pending.files.path / "objects.json")  # type: ignore[arg-type]
+        return written
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PendingCheckpoint, "_write", lambda self, show: write(show))
+        with pytest.raises(SaveFailedError, match=r"lacks objects\.json"):
+            pending.finish()
+    assert Checkpoint(run / "c").objects() == {"step": 1}
+
+
+def test_rotation_deletes_manifests_before_other_files(run: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        save(run / f"checkpoint_{number}", Content(objects={"step": number}), world=WORLD)
+    deleted: list[list[str]] = []
+    real = object_store.delete
+    monkeypatch.setattr(
+        object_store, "delete", lambda *paths: (deleted.append([path.name for path in paths]), real(*paths))
+    )
+    removed = remove_oldest(run, prefix="checkpoint_", limit=1)
+    assert [path.name for path in removed] == ["checkpoint_0", "checkpoint_1"]
+    assert deleted == [["manifest.json"], ["objects.json"]] * 2
+    assert [path.name for path in numbered(run, prefix="checkpoint_")] == ["checkpoint_2"]
+
+
+def test_a_lock_goes_to_one_process_and_fences_the_one_before(run: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    old = RunLock(run / ".lock")
+    old.require()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    new = RunLock(run / ".lock")
+    new.require()
+    with pytest.raises(CheckpointError, match="may no longer write checkpoints to memory:"):
+        old.require()
+    old.release()  # not its own any more
+    new.require()
+    assert list(object_store.objects_in(run)) == [".lock/00000002"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    with pytest.raises(CheckpointError, match=r"is locked by another run: process .*r, attempt 1, last seen 0 s ago"):
+        RunLock(run / ".lock")
+    new.release()
+    assert not object_store.objects_in(run)
+
+
+def test_a_store_has_no_other_formats(run: ObjectPath) -> None:
+    with pytest.raises(UsageError, match="another program's format is not supported"):
+        PendingCheckpoint(target=run / "c", world=WORLD, write=lambda folder, is_owner: None).begin()
+    with pytest.raises(UsageError, match="save_on_each_node=True is not supported"):
+        begin_save(run / "c", Content(), world=WORLD, on_each_node=True)
+
+
+def test_a_folder_that_was_copied_to_a_store_is_a_checkpoint(run: ObjectPath, tmp_path: Path) -> None:
+    weight = torch.randn(3)
+    folder = save(tmp_path / "c", Content(tensors={"w": weight}), world=WORLD)
+    assert isinstance(folder, Path)
+    object_store.upload(folder, run / "c")
+    assert torch.equal(Checkpoint(run / "c").read("w"), weight)
+    object_store.download(object_store.place_of(run / "c"), tmp_path / "back")
+    assert Checkpoint(tmp_path / "back").problems() == []
+    assert storage.kind(run / "c") == "folder"
+    assert storage.kind(run / "none") is None
+
+
+def test_100_flipped_bits_are_found(run: ObjectPath) -> None:
+    on_threads(lambda world, gather: save(run / "c", content_of(3, world.rank), world=world, gather=gather), 2)
+    place = object_store.place_of(run / "c")
+    contents = {name: object_store.read_object(place / name) for name in object_store.objects_in(place)}
+    draw = random.Random(5)
+    for _ in range(100):
+        name = draw.choice(sorted(contents))
+        flipped = bytearray(contents[name])
+        flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+        object_store.write_object(place / name, bytes(flipped))
+        try:
+            found = Checkpoint(run / "c").problems()
+        except CheckpointError as error:
+            found = [error.what]
+        assert found, name
+        object_store.write_object(place / name, contents[name])
+    assert Checkpoint(run / "c").problems() == []
