@@ -42,6 +42,7 @@ FILES = {
     "hub": "unit/trainer/test_hub.py",
     "optimizers": "unit/trainer/test_optimizers.py",
     "search": "unit/trainer/test_hyperparameter_search.py",
+    "save": "unit/trainer/test_save.py",
     "seq2seq": "unit/trainer/test_seq2seq.py",
     "settings": "unit/trainer/test_build_accelerator.py",
     "ranks": "ranks/trainer/test_trainer.py",

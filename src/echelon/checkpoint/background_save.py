@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,47 @@ class TooManyFailedSavesError(CheckpointError):
     exit_code = EXIT_CODE
 
 
+class HostBuffers:
+    """Host memory for one copy of some tensors, which is reused while their shapes stay the same."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def copy(self, values: Any) -> Any:
+        """Return a copy of ``values`` (dicts, lists, tuples and other values) whose tensors are in host memory.
+
+        Tensors that are the same memory, such as tied weights, are the same tensor in the copy. The next call overwrites it.
+        """
+        before, self._kept = self._kept, {}  # buffers of tensors that are no longer copied are freed
+        first: dict[Any, torch.Tensor] = {}
+        copied = self._copied(values, "", before, first)
+        for device in {view[0] for view in first}:
+            if device.type not in ("cpu", "meta"):
+                torch.accelerator.synchronize(device)
+        return copied
+
+    def _copied(self, value: Any, name: str, before: Mapping[str, torch.Tensor], first: dict[Any, torch.Tensor]) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self._copied(item, f"{name}/{key}", before, first) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._copied(item, f"{name}/{i}", before, first) for i, item in enumerate(value))
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        tensor = value.detach()
+        if type(tensor) is not torch.Tensor:  # a quantized weight, of which an empty tensor is no copy
+            return tensor.clone()
+        view = (tensor.device, tensor.data_ptr() or name, tensor.dtype, tensor.shape, tensor.stride())
+        if view not in first:
+            buffer = before.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                # Copies from an accelerator overlap only if the memory is page-locked.
+                buffer = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type not in ("cpu", "meta")
+                )
+            first[view] = self._kept[name] = buffer.copy_(tensor, non_blocking=True)
+        return first[view]
+
+
 class BackgroundSaver:
     """Writes one checkpoint at a time in a thread. Training waits only until the tensors have been copied to host memory.
 
@@ -48,8 +91,7 @@ class BackgroundSaver:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-        """Host memory for one copy of the tensors that this rank writes; reused while their shapes stay the same."""
+        self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         atexit.register(_report, weakref.ref(self))
@@ -77,7 +119,7 @@ class BackgroundSaver:
         """
         with pending.files.discarded_on_error():
             self.wait()
-        pending.tensors = self._copied(pending.tensors)
+        pending.tensors = list(self._buffers.copy(dict(pending.tensors)).items())
         pending.gather = store_gather(pending.files.token)
 
         def work() -> None:
@@ -92,23 +134,6 @@ class BackgroundSaver:
         if isinstance(pending.target, ObjectPath):
             arguments = (self._thread, pending.target)
             threading.Thread(target=_say_at_exit, args=arguments, name="upload at exit", daemon=True).start()
-
-    def _copied(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Copy ``tensors`` to host memory. The next call overwrites the copy."""
-        kept: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors:
-            buffer = self._buffers.get(name)
-            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                # Copies from an accelerator overlap only if the memory is page-locked.
-                buffer = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type not in ("cpu", "meta")
-                )
-            kept[name] = buffer.copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for _, tensor in tensors}:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-        self._buffers = kept  # buffers of tensors that are no longer saved are freed
-        return list(kept.items())
 
     def wait(self) -> None:
         """Wait for the current save, if any, to finish.

@@ -82,6 +82,9 @@ class PendingCheckpoint:
     """Writes further files to the folder that it is given, along with whether this rank owns the folder. It must not
     communicate, and does not need to sync its files. In layouts without a manifest, one rank on each machine that cannot see
     rank zero's files owns a folder, too."""
+    write_later: Callable[[Path], None] | None = None
+    """Writes further files to the given folder while the save is finished, possibly in a thread. Called on every rank; what it
+    writes on a rank that does not own the folder is not part of a checkpoint with a manifest. It must not communicate."""
     written_by: str = ""
     """What ``write`` is, for error messages."""
     is_part: Callable[[str], bool] = is_part
@@ -113,6 +116,8 @@ class PendingCheckpoint:
     layouts: bytes = field(init=False)
     """The chunks of all tensors, as the manifest lists them; only on the first rank."""
     aliases: Mapping[str, str] = field(init=False)
+    is_saved: bool = field(init=False, default=False)
+    """Whether the checkpoint is on disk."""
     began_ns: int = field(init=False, default_factory=time.monotonic_ns)
 
     def begin(self) -> PendingCheckpoint:
@@ -225,11 +230,13 @@ class PendingCheckpoint:
         Raises:
             CheckpointError: some ranks, which the error names, could not write. Existing checkpoints are unchanged.
         """
-        files, gather = self.files, self.gather
+        files, gather, later = self.files, self.gather, self.write_later
         options: dict[str, Any] = {"target": self.target}
         with files.discarded_on_error():
             if self.content is None:
                 assert isinstance(files, PendingFolder)
+                if later is not None:
+                    run_on_all_ranks(f"writing {self.target}", lambda: later(files.path), gather, **options)
                 # One rank of each machine syncs. On network file systems, too, a machine must sync the data that it wrote.
                 sync = files.sync if self.world.is_local_rank_zero else lambda: None
                 written = run_on_all_ranks(f"syncing {files.path}", sync, gather, **options)
@@ -237,6 +244,7 @@ class PendingCheckpoint:
                 options["details"] = self._missing_bytes
                 written = run_on_all_ranks(f"writing {self.target}", lambda: self._write(show), gather, **options)
             run_on_all_ranks(f"renaming {files.path}", lambda: self._commit(written), gather, **options)
+        self.is_saved, self.write_later = True, None
         recorder = recorder_of_process()
         progress = None if self.content is None else self.content.progress  # weights alone have no progress
         if self.world.rank == 0 and progress is not None and recorder is not None:
@@ -247,6 +255,9 @@ class PendingCheckpoint:
 
     def _write(self, show: BarOpener) -> dict[str, list[Any]]:
         files = {}
+        if self.write_later is not None:
+            self.write_later(self.files.folder_to_add())
+            self.has_added = True
         with show(f"saving {self.target.name}", _num_bytes(self.tensors, self.objects)) as progress:
             if self.tensors:
                 name = tensors_file(self.world.rank)

@@ -11,7 +11,9 @@ from torch import nn
 
 from echelon.accelerator.pipeline import Pipeline
 from echelon.accelerator.weight_average import WeightAverage
+from echelon.checkpoint.background_save import HostBuffers
 from echelon.checkpoint.object_store import Location, location
+from echelon.checkpoint.save import PendingCheckpoint
 from echelon.trainer.arguments.training_arguments import TrainingArguments, checkpoint_place, resolve_path
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.data_loaders import LoaderSource
@@ -20,6 +22,16 @@ from echelon.trainer.features.memory_metrics import MemoryMeter
 from echelon.trainer.loss_window import MeanLoss
 from echelon.trainer.results import TrainOutput
 from echelon.trainer.training_plan import TrainingPlan
+
+
+class StartedSave(NamedTuple):
+    """A checkpoint of the run whose save has started."""
+
+    step: int
+    best_before: str | None
+    """The best checkpoint before it."""
+    pending: PendingCheckpoint | None
+    """None if the save has already failed."""
 
 
 class RunningCall(Protocol):
@@ -181,6 +193,12 @@ class TrainerSession:
     """Tokens that were counted before the latest training run."""
     saved_steps: set[int] = field(default_factory=set)
     """Steps whose checkpoints the latest training run has saved, or has resumed from, in its output directory."""
+    started_save: StartedSave | None = None
+    """The checkpoint that may still be being written (``save_blocking=False``)."""
+    weights_copy: HostBuffers = field(default_factory=HostBuffers)
+    optimizer_copy: HostBuffers = field(default_factory=HostBuffers)
+    model_files_hold_weights: bool = False
+    """Whether the model files of the latest background save hold all weights under the model's own names."""
     average: WeightAverage | None = None
     """The average of the weights in the running call (``ema_decay``, ``swa_start``)."""
     plan: TrainingPlan | None = None

@@ -46,6 +46,7 @@ from echelon.trainer.checkpoint.resume_point import (
     saved_arguments,
     saved_batch_size,
 )
+from echelon.trainer.checkpoint.save import settle_save
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_length
 from echelon.trainer.data.packing import require_separate_examples
@@ -267,6 +268,7 @@ class TrainingRun:
         plan = session.plan.with_initial_values(values)
         session.resumed = self._resumed = None
         session.saved_steps.clear()
+        session.started_save, session.model_files_hold_weights = None, False
         if self._folder is not None:
             session.resumed = self._resumed = ResumedTraining(
                 trainer, session, self._folder, allows_changed_data=self._allows_changed_data
@@ -501,6 +503,7 @@ class TrainingRun:
         metrics = speed_metrics("train", start_time, num_samples=num_samples, num_steps=num_steps)
         metrics |= {"total_flos": trainer.state.total_flos, "train_loss": mean, **self._session.memory.end("train")}
         log(trainer, metrics)
+        settle_save(trainer, self._session)
         run_dir = storage.location(trainer._get_output_dir(trial))
         # The best step may have been saved before it was evaluated.
         point_to_best(trainer.state, run_dir, saved=self._session.saved_steps)
@@ -990,7 +993,8 @@ class TrainingRun:
         except Exception as problem:  # noqa: BLE001 - the caller raises the original error
             logger.error(N_("saving a checkpoint of step %d failed: %s"), step, problem)
         else:
-            logger.error(N_("%s: saved a checkpoint of step %d"), type(error).__name__, step)
+            if accelerator.checkpoints.store.is_saved:  # a failed save has been reported
+                logger.error(N_("%s: saved a checkpoint of step %d"), type(error).__name__, step)
 
     def _save_last_step(self) -> None:
         """Save a checkpoint of the state after the last completed step. Collective: call on every rank."""
@@ -1004,6 +1008,7 @@ class TrainingRun:
         trainer.accelerator.progress.load_json(boundary["progress"])
         self._cursor.is_within_update = True
         self._save()
+        settle_save(trainer, self._session)
 
     def _stop_if_preempted(self, *, is_new_step: bool) -> None:
         """If the ranks have agreed to stop here, save and end the process (or, with
@@ -1023,6 +1028,7 @@ class TrainingRun:
         trainer, step = self._trainer, self._trainer.state.global_step
         if is_needed:
             self._save()
+        settle_save(trainer, self._session)
         is_saved = trainer.accelerator.checkpoints.store.is_saved
         how = _("saved a checkpoint") if is_saved else _("could not save a checkpoint")
         logger.warning(N_("stopping after a signal: %s of step %d of %d"), how, step, self._plan.max_steps)

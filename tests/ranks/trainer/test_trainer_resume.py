@@ -154,14 +154,16 @@ def test_sharded_training_matches_one_process_and_resumes(tmp_path: Path, parity
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", ["", "full_shard"])
+@pytest.mark.parametrize(("fsdp", "blocking"), [("", True), ("full_shard", True), ("", False), ("full_shard", False)])
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
-def test_two_ranks_resume_bit_for_bit(tmp_path: Path, layout: str, fsdp: str) -> None:
+def test_two_ranks_resume_bit_for_bit(tmp_path: Path, layout: str, fsdp: str, blocking: bool) -> None:
     options: dict[str, Any] = {"dropout": 0.3, "gradient_accumulation_steps": 2, "optim": "adamw_torch", "max_steps": 8}
     options |= {"checkpoint_format": layout, "fsdp": fsdp}
     whole = run_on_ranks(_train, str(tmp_path / "whole"), **options)
     assert whole[0][0] == whole[1][0]
-    run_on_ranks(_train, str(tmp_path), end=5, **options)  # 7 batches of each rank in an epoch: 4 updates
+    run_on_ranks(
+        _train, str(tmp_path), end=5, save_blocking=blocking, **options
+    )  # 7 batches of each rank in an epoch: 4 updates
     again = run_on_ranks(_train, str(tmp_path), resume=True, **options)
     for found, wanted in zip(again, whole):
         assert _is_same(found, wanted)

@@ -58,12 +58,13 @@ def _state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
+@pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("kind", [Trainer, _OwnSave])
 @pytest.mark.parametrize("form", ["echelon", "transformers"])
 def test_a_run_resumes_exactly_and_its_model_is_saved_as_it_was_loaded(
-    form: str, kind: type[Trainer], tmp_path: Path
+    form: str, kind: type[Trainer], blocking: bool, tmp_path: Path
 ) -> None:
-    trainer = _trainer(tmp_path / "a", kind, checkpoint_format=form)
+    trainer = _trainer(tmp_path / "a", kind, checkpoint_format=form, save_blocking=blocking)
     trainer.train()
     uninterrupted = _state(trainer)
     assert {value.dtype for value in uninterrupted.values()} == {torch.float32}

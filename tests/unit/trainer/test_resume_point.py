@@ -125,18 +125,19 @@ def _plain_loop() -> PlainTraining:
     )
 
 
+@pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
 def test_a_training_that_is_stopped_anywhere_goes_on_bit_for_bit(
-    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, layout: str, blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = _plain_loop()
     losses = plain.losses
     monkeypatch.setenv("ECHELON_CHECKPOINT_FORMAT", layout)
-    whole = _trainer(_args(tmp_path))
+    whole = _trainer(_args(tmp_path, save_blocking=blocking))
     whole.train()
     assert logged(whole) == losses
     assert len(losses) == 8
-    for step in (1, 3, 4, 5, 8):  # 4 is the last of an epoch, 8 of all
+    for step in (1, 3, 4, 5, 8) if blocking else (3, 8):  # 4 is the last of an epoch, 8 of all
         trainer = _trainer(_args(tmp_path / "again", save_strategy="no"), seed=99, callbacks=[DrawsOnce()])
         random.seed(step), np.random.seed(step), torch.manual_seed(step)
         result = trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
@@ -321,8 +322,10 @@ def test_callbacks_and_the_state_come_back(tmp_path: Path) -> None:
     assert resume(restores=False) == (7, 0)
 
 
-def test_the_best_checkpoint_is_kept_and_a_new_training_replaces_what_is_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_best_checkpoint_is_kept_and_a_new_training_replaces_what_is_there(tmp_path: Path, blocking: bool) -> None:
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    options["save_blocking"] = blocking
     options |= {"save_total_limit": 2, "greater_is_better": True}  # so that the first is the best
     whole = _trainer(_args(tmp_path, **options), eval_dataset=Noisy(noise=False), processing_class=Words())
     whole.train()
@@ -336,7 +339,14 @@ def test_the_best_checkpoint_is_kept_and_a_new_training_replaces_what_is_there(t
     assert (tmp_path / "checkpoint-8" / "words" / "vocab.txt").exists()
     assert (tmp_path / "checkpoint-8" / "words.json").exists()
     again = _trainer(
-        _args(tmp_path, save_strategy="best", metric_for_best_model="loss", eval_strategy="steps", eval_steps=8),
+        _args(
+            tmp_path,
+            save_strategy="best",
+            metric_for_best_model="loss",
+            eval_strategy="steps",
+            eval_steps=8,
+            save_blocking=blocking,
+        ),
         eval_dataset=Noisy(noise=False),
     )
     again.train()
@@ -394,16 +404,18 @@ def test_a_resumed_run_loads_the_best_checkpoint_of_its_first_part(tmp_path: Pat
     assert _has_weights_of(trainer, tmp_path / "checkpoint-2")
 
 
+@pytest.mark.parametrize("blocking", [True, False])
 def test_a_disk_that_is_full_is_told_and_then_ends_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    trainer = _trainer(_args(tmp_path, save_total_limit=1, max_failed_saves=2))
+    trainer = _trainer(_args(tmp_path, save_total_limit=1, max_failed_saves=2, save_blocking=blocking))
 
     class Fills(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.accelerator.checkpoints.store.wait()  # the save that is being written is that of the step before
             if state.global_step == 2:
                 monkeypatch.setattr(storage, "write", full)
             if state.global_step == 3:

@@ -45,6 +45,10 @@ class CheckpointStore:
         self._session = session
         self._project = session.project
         self.background = BackgroundSaver()
+        self.on_committed: Callable[[Path], None] | None = None
+        """Called in the same way as ``PendingCheckpoint.on_committed``, after the checkpoints whose save begins while it is set."""
+        self.latest: PendingCheckpoint | None = None
+        """The last save that has begun."""
         self._planner = Planner()
         self._failures_in_a_row = 0  # the same on every rank
         self._last_failure: str | None = None
@@ -102,9 +106,12 @@ class CheckpointStore:
             self._place = folder
             yield
         finally:
-            if self._lock is not None and self._lock is not lock:
-                self._lock.release()
-            self._lock, self._place = lock, place
+            try:
+                self.wait()  # a background save must not outlive the lock
+            finally:
+                if self._lock is not None and self._lock is not lock:
+                    self._lock.release()
+                self._lock, self._place = lock, place
 
     def close(self) -> None:
         """Wait for the pending save, and release the lock."""
@@ -133,9 +140,11 @@ class CheckpointStore:
                 lock = partial(self._lock_numbered, pending)
                 run_on_all_ranks("locking the checkpoint folder", lock, pending.gather, target=pending.target)
                 pending.on_committed = self._rotate
+            elif self.on_committed is not None:
+                pending.on_committed = self.on_committed
             pending.fence = None if self._lock is None else self._lock.require
             pending.planner = self._planner
-            pending.begin()
+            self.latest = pending.begin()
             if not blocking:
                 self.background.start(pending)
                 return True

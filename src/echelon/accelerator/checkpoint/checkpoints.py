@@ -72,6 +72,8 @@ class Checkpoints:
         """The run's checkpoint folders."""
         self.custom_objects: list[Any] = []
         """Objects of the script that are saved and loaded in addition to the prepared ones."""
+        self.write_later: Callable[[Path], None] | None = None
+        """Writes further files of the checkpoints that are saved while it is set; see ``PendingCheckpoint.write_later``."""
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self.data_policy = DataPolicy()
@@ -342,6 +344,7 @@ class Checkpoints:
             world=world,
             collect=collect,
             write=run_hooks if self._save_hooks else None,
+            write_later=self.write_later,
             written_by="a hook of save_state",
             is_part=_is_ours,
             on_each_node=self.store.is_on_each_node,

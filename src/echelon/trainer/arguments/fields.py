@@ -225,6 +225,9 @@ class TrainingFields:
     )
     average_every: int = extra(1, "With ema_decay or swa_start: update the average after every N-th optimizer step.")
     checkpoint_format: str | None = extra(None, "Checkpoint format: echelon or transformers (default: echelon).")
+    save_blocking: bool = extra(
+        True, "Wait until each checkpoint is written. False: only copy the state, and write it in the background."
+    )
     max_failed_saves: int = extra(3, "Stop training after this many consecutive failed saves.")
     save_on_exception: bool = extra(False, "Save a checkpoint when an error ends training.")
     save_on_signal: bool = extra(False, "On SIGTERM or SIGUSR1, save after the current step and exit with code 143.")

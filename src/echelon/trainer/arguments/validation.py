@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _
-from echelon.trainer.arguments.enums import IntervalStrategy, SaveStrategy, SchedulerType
+from echelon.trainer.arguments.enums import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from echelon.trainer.arguments.fields import TrainingFields
 from echelon.trainer.arguments.plugins import read_fsdp
 
@@ -144,6 +144,16 @@ def check_values(args: TrainingFields) -> None:
     if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
         _check_saved_when_evaluated(args)
     _check_average(args)
+    if not args.save_blocking and args.push_to_hub and args.hub_strategy != HubStrategy.END:
+        raise ConfigError(
+            _(
+                "save_blocking=False cannot upload checkpoints (hub_strategy={strategy!r}), which are not yet on disk when "
+                "training continues",
+                strategy=str(args.hub_strategy),
+            ),
+            where="TrainingArguments.save_blocking",
+            do=_("set hub_strategy='end', or remove save_blocking=False"),
+        )
     if args.loss_chunk is not None and args.loss_chunk < 1:
         raise ConfigError(
             _("loss_chunk={size} is below 1", size=args.loss_chunk),

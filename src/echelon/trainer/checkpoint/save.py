@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,22 @@ from torch import nn
 
 from echelon.accelerator.checkpoint.changed_data import stored_facts
 from echelon.accelerator.models.save_objects import bare_module
-from echelon.base.errors import UsageError
+from echelon.base.errors import CheckpointError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.checkpoint import storage
-from echelon.checkpoint.formats.transformers import ECHELON_DATA, ECHELON_WEIGHTS, is_state_file
+from echelon.checkpoint.formats.transformers import (
+    ECHELON_DATA,
+    ECHELON_WEIGHTS,
+    OptimizationState,
+    is_state_file,
+    write_state,
+)
 from echelon.checkpoint.formats.weight_files import aliases_in
+from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.object_store import Location
 from echelon.checkpoint.save import Content, PendingCheckpoint
 from echelon.trainer.arguments.training_arguments import checkpoint_place
-from echelon.trainer.checkpoint.adapters import has_adapters, trained_state
+from echelon.trainer.checkpoint.adapters import has_adapters, saves_itself, trained_state
 from echelon.trainer.checkpoint.checkpoint_folders import (
     PREFIX,
     STATE_FILE,
@@ -31,24 +40,37 @@ from echelon.trainer.checkpoint.checkpoint_folders import (
 )
 from echelon.trainer.checkpoint.model_files import write_state_tensors
 from echelon.trainer.checkpoint.train_cursor import CURSOR_FIELDS
-from echelon.trainer.session import TrainerSession
+from echelon.trainer.session import StartedSave, TrainerSession
 from echelon.trainer.state import callback_states
-from echelon.trainer.trainer_methods import TrainerMethods
+from echelon.trainer.trainer_methods import TrainerMethods, is_overridden
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints."""
+    """Writes one checkpoint of a run."""
 
     def __init__(self, trainer: TrainerMethods, session: TrainerSession) -> None:
         self._trainer = trainer
         self._session = session
+        self._is_blocking = trainer.args.save_blocking
+        # Overrides may read the model, so they must run before training changes it.
+        self._copies_model = not (
+            self._is_blocking or session.interface.overrides_save_model or is_overridden(trainer, "_save")
+        )
+        self._copies_optimizer = not (self._is_blocking or is_overridden(trainer, "_save_optimizer_and_scheduler"))
+        self._copied_weights: dict[str, Any] | None = None
+        self._copied_optimization: OptimizationState | None = None
+        self._must_hold_weights = False
+        """Whether the checkpoint leaves out the weights, because the model files will hold them."""
 
-    def save(self, trial: Any = None) -> bool:
-        """Write ``checkpoint-<step>`` and delete surplus checkpoints; return whether the write succeeded.
+    def save(self, trial: Any = None) -> None:
+        """Write ``checkpoint-<step>``, and then delete surplus checkpoints.
+
+        With ``save_blocking=False``, return once the state is copied; ``settle_save`` waits for the rest.
 
         Collective: call on every rank.
         """
         trainer, session = self._trainer, self._session
+        settle_save(trainer, session)
         args, state = trainer.args, trainer.state
         trainer.store_flos()
         run_dir = storage.location(trainer._get_output_dir(trial))
@@ -57,23 +79,30 @@ class CheckpointWriter:
         before = state.best_model_checkpoint
         point_to_best(state, run_dir, saved=session.saved_steps | {state.global_step})
         state.stateful_callbacks = callback_states([trainer.control, *trainer.callback_handler.callbacks])
-        with trainer.accelerator.checkpoints.store.alone_in(output_dir, prefix=PREFIX):
-            if checkpoint_format(args) == "transformers":
-                is_written = self._save_transformers(folder)
-            else:
-                is_written = self._save_own(folder)
-        if is_written:
-            session.saved_steps.add(state.global_step)
-        else:
-            state.best_model_checkpoint = before
-        if is_written and args.should_save:
-            remove_surplus(output_dir, limit=args.save_total_limit, best=state.best_model_checkpoint, newest=folder)
-        if is_written and args.push_to_hub:
+        store, best = trainer.accelerator.checkpoints.store, state.best_model_checkpoint
+        with store.alone_in(output_dir, prefix=PREFIX):
+            store.on_committed = lambda _: remove_surplus(
+                output_dir, limit=args.save_total_limit, best=best, newest=folder
+            )
+            earlier = store.latest
+            try:
+                if checkpoint_format(args) == "transformers":
+                    self._save_transformers(folder)
+                else:
+                    self._save_own(folder)
+            finally:
+                store.on_committed = None
+            pending = None if store.latest is earlier else store.latest
+            session.started_save = StartedSave(step=state.global_step, best_before=before, pending=pending)
+            if self._is_blocking:
+                settle_save(trainer, session)
+        if not self._is_blocking:
+            return
+        if state.global_step in session.saved_steps and args.push_to_hub:
             trainer._push_from_checkpoint(str(folder))
         trainer.accelerator.wait_for_everyone()
-        return is_written
 
-    def _save_own(self, folder: Location) -> bool:
+    def _save_own(self, folder: Location) -> None:
         accelerator = self._trainer.accelerator
         averaged = self._averaged_weights()
         if self._trainer.args.save_only_model:
@@ -84,17 +113,20 @@ class CheckpointWriter:
                 world=accelerator.world,
                 collect=lambda _: content,
                 write=lambda aside, is_owner: self._write_beside(weights, aside),
+                write_later=self._later,
                 on_each_node=accelerator.project_configuration.save_on_each_node,
             )
-            return accelerator.checkpoints.store.save(pending)
+            accelerator.checkpoints.store.save(pending, blocking=self._is_blocking)
+            return
         hook = accelerator.register_save_state_pre_hook(partial(self._before_save, averaged))
+        accelerator.checkpoints.write_later = self._later
         try:
-            accelerator.save_state(folder)
+            accelerator.save_state(folder, blocking=self._is_blocking)
         finally:
             hook.remove()
-        return accelerator.checkpoints.store.is_saved
+            accelerator.checkpoints.write_later = None
 
-    def _save_transformers(self, folder: Location) -> bool:
+    def _save_transformers(self, folder: Location) -> None:
         """Write the checkpoint in transformers' format, in which the Trainer's methods each write their own files.
 
         Raises:
@@ -121,14 +153,23 @@ class CheckpointWriter:
                 return
             if args.should_save and facts is not None:
                 write_json(aside / ECHELON_DATA, {**facts, "place": saved_fields})
-            trainer._save_optimizer_and_scheduler(str(aside))
+            if self._copies_optimizer and args.should_save:
+                self._copy_optimizer()
+            else:
+                trainer._save_optimizer_and_scheduler(str(aside))
             trainer._save_scaler(str(aside))
             trainer._save_rng_state(str(aside))
 
         session.optimizer.saved_state = None if args.save_only_model else trainer.optimizer.full_state_dict()
         try:
-            pending = PendingCheckpoint(target=folder, world=accelerator.world, write=write, is_part=is_state_file)
-            return accelerator.checkpoints.store.save(pending)
+            pending = PendingCheckpoint(
+                target=folder,
+                world=accelerator.world,
+                write=write,
+                write_later=self._later,
+                is_part=is_state_file,
+            )
+            accelerator.checkpoints.store.save(pending, blocking=self._is_blocking)
         finally:
             session.optimizer.saved_state = None
 
@@ -171,17 +212,72 @@ class CheckpointWriter:
             self._write_beside(averaged, folder)
             return
         self._write_beside(state, folder)
-        if self._trainer.args.should_save and (self._files_hold_training(state) or _holds_weights(folder, state)):
+        if self._trainer.args.should_save and (
+            self._files_will_hold_weights(state)
+            if self._copies_model
+            else self._files_hold_training(state) or _holds_weights(folder, state)
+        ):
             del weights[0]
+
+    def _files_will_hold_weights(self, state: Mapping[str, Any]) -> bool:
+        """Return whether the model files, which are not written yet, will hold all weights of a checkpoint.
+
+        transformers may write other names, so the first checkpoint of a run has the weights of its models twice.
+        """
+        model = bare_module(self._trainer.model)
+        if saves_itself(model) and not self._has_adapters:
+            self._must_hold_weights = self._session.model_files_hold_weights
+        else:
+            self._must_hold_weights = all(isinstance(value, torch.Tensor) for value in state.values())
+            if self._has_adapters:
+                self._must_hold_weights = self._files_hold_training(state)
+        return self._must_hold_weights
 
     def _files_hold_training(self, state: Mapping[str, Any]) -> bool:
         """Return whether the files of a model with adapters hold all that is trained; they hold only tensors."""
         return self._has_adapters and all(isinstance(value, torch.Tensor) for value in self._trained(state).values())
 
     def _write_beside(self, weights: Any, folder: Path) -> None:
-        self._write_model(folder, weights)
+        """Write the model files, or copy the weights for ``_write_rest``; write the state."""
+        if not self._copies_model or weights is None:
+            self._write_model(folder, weights)
+        elif self._trainer.args.should_save:
+            self._copied_weights = self._session.weights_copy.copy(weights)
         if self._trainer.args.should_save:
             self._trainer.state.save_to_json(folder / STATE_FILE)
+
+    @property
+    def _later(self) -> Callable[[Path], None] | None:
+        return None if self._is_blocking else self._write_rest
+
+    def _copy_optimizer(self) -> None:
+        """Copy what ``_save_optimizer_and_scheduler`` writes."""
+        optimizer = self._session.optimizer
+        state = OptimizationState(optimizer=optimizer.saved_state, scheduler=optimizer.scheduler.state_dict())
+        self._copied_optimization = OptimizationState(
+            optimizer=self._session.optimizer_copy.copy(state.optimizer), scheduler=copy.deepcopy(state.scheduler)
+        )
+
+    def _write_rest(self, folder: Path) -> None:
+        """Write what was copied, possibly in a thread.
+
+        Raises:
+            CheckpointError: the model files lack weights that the checkpoint leaves out.
+        """
+        weights, optimization = self._copied_weights, self._copied_optimization
+        self._copied_weights = self._copied_optimization = None
+        if optimization is not None:
+            write_state(folder, optimization)
+        if weights is None:
+            return
+        self._write_model(folder, dict(weights))
+        holds_weights = self._files_hold_training(weights) or _holds_weights(folder, weights)
+        if self._must_hold_weights and not holds_weights:
+            raise CheckpointError(
+                _("the model files of {folder} lack weights, which earlier ones had", folder=folder.name),
+                do=_("remove save_blocking=False"),
+            )
+        self._session.model_files_hold_weights = holds_weights
 
     def _write_model(self, folder: Path, weights: Any) -> None:
         """Write the model files, through the user's ``save_model`` if it is overridden."""
@@ -207,6 +303,25 @@ class CheckpointWriter:
         return trained_state(bare_module(self._trainer.model), state, optimized=optimized)
 
 
+def settle_save(trainer: TrainerMethods, session: TrainerSession) -> None:
+    """Wait for the checkpoint that is being written, if any, and note whether it is on disk.
+
+    Raises:
+        TooManyFailedSavesError: ``max_failed_saves`` consecutive saves have failed.
+        CheckpointError: it could not be saved, for another reason than the file system.
+    """
+    started, session.started_save = session.started_save, None
+    if started is None:
+        return
+    try:
+        trainer.accelerator.checkpoints.store.wait()
+    finally:
+        if started.pending is not None and started.pending.is_saved:
+            session.saved_steps.add(started.step)
+        else:
+            trainer.state.best_model_checkpoint = started.best_before
+
+
 def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the safetensors files in ``folder`` hold every tensor in ``state``; tied weights count as one.
 
@@ -214,6 +329,8 @@ def _holds_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> bool:
     """
     found: dict[str, tuple[list[int], str]] = {}
     for path in folder.glob("*.safetensors"):
+        if is_part(path.name):  # of another rank, which may be writing it now
+            continue
         with safetensors.safe_open(path, framework="pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
             found |= {name: (part.get_shape(), part.get_dtype()) for name, part in parts.items()}
