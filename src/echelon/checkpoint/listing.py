@@ -141,6 +141,11 @@ def _entry(
     )
 
 
+def is_numbered(name: str) -> bool:
+    """Return whether ``name`` is that of a checkpoint in a series: ``checkpoint_3`` or ``checkpoint-500``."""
+    return _IS_CHECKPOINT.fullmatch(name) is not None
+
+
 def folder_bytes(folder: Location) -> int:
     """Return the size of all files in a checkpoint folder, which every command shows as its size."""
     if isinstance(folder, ObjectPath):

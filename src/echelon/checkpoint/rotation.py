@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import overload
 
@@ -48,6 +49,20 @@ def surplus(
         return []
     counted = [number for number in sorted(numbers) if not (keep_every and number % keep_every == 0)]
     return [number for number in counted if number not in keep][: max(len(counted) - max(limit, 1), 0)]
+
+
+def best_of(
+    paths: Sequence[Location], metric_of: Callable[[Location], float | None], *, number: int, greater_is_better: bool
+) -> list[Location]:
+    """Return up to ``number`` of ``paths`` (oldest first) with the best metrics, best first; the newer one wins a tie.
+
+    Args:
+        metric_of: returns the metric of a checkpoint; one without a metric (None or NaN) is never among the best.
+    """
+    found = [(metric, i) for i, path in enumerate(paths) if (metric := metric_of(path)) is not None]
+    sign = 1 if greater_is_better else -1
+    ranked = sorted(found, key=lambda one: (-sign * one[0], -one[1]))
+    return [paths[i] for metric, i in ranked if not math.isnan(metric)][:number]
 
 
 def remove_oldest(

@@ -18,6 +18,7 @@ import numpy as np
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import storage
 from echelon.checkpoint.damage import damaged
+from echelon.checkpoint.object_store import Location
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,7 @@ def from_bytes(text: bytes, *, source: str) -> Any:
         raise damaged(f"{source} cannot be read: {why}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Location) -> dict[str, Any]:
     """Return the JSON object stored in a file.
 
     Raises:

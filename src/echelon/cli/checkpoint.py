@@ -1,4 +1,4 @@
-"""``echelon checkpoint``: lists, verifies, shows, merges and converts checkpoints.
+"""``echelon checkpoint``: lists, verifies, shows, merges, converts and deletes checkpoints.
 
 Exit codes: 0 on success, 1 if a checkpoint is damaged or cannot be converted, 2 if the command line is invalid.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import partial
 from itertools import islice
 from math import isfinite
 from pathlib import Path
@@ -26,7 +27,7 @@ from echelon.base.printable import printable
 from echelon.base.progress import progress_bar
 from echelon.base.similar_path import suggest_path
 from echelon.checkpoint import object_store, storage
-from echelon.checkpoint.commit import new_folder, place_of, require_apart
+from echelon.checkpoint.commit import new_folder, place_of, require_apart, retire
 from echelon.checkpoint.formats.layouts import (
     TRAINER_STATE,
     layout_of,
@@ -34,10 +35,12 @@ from echelon.checkpoint.formats.layouts import (
     require_whole,
     weight_files,
 )
-from echelon.checkpoint.listing import CheckpointEntry, Listing, folder_bytes, list_folder
+from echelon.checkpoint.listing import CheckpointEntry, Listing, folder_bytes, is_numbered, list_folder
+from echelon.checkpoint.lock import RunLock
 from echelon.checkpoint.manifest import OBJECTS
 from echelon.checkpoint.object_store import Location, ObjectPath
 from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.rotation import best_of
 from echelon.checkpoint.tensor_file import dtype_name, itemsize, stored_aliases, stored_tensors
 from echelon.cli.help.completion import complete_folders
 from echelon.compat.byte_sizes import convert_file_size_to_int
@@ -49,7 +52,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 @click.group("checkpoint")
 def command() -> None:
-    """List, verify, show, merge, export and import checkpoints.
+    """List, verify, show, merge, export, import and prune checkpoints.
 
     These commands never run code from a checkpoint. Exit codes: 0 on success, 1 if a checkpoint is damaged, 2 if the command
     line is invalid.
@@ -207,6 +210,81 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
     imported = read(source, parameters=[_lines(name) for name in parameters])
     conversion.write_imported(imported, target, source=source)
     click.echo(_("wrote {out}", out=out))
+
+
+@command.command("prune")
+@click.argument("folder", shell_complete=complete_folders)
+@click.option(
+    "--keep", metavar="N", type=click.IntRange(min=1), required=True, help="Number of newest checkpoints to keep."
+)
+@click.option(
+    "--best", metavar="K", type=click.IntRange(min=1), help="Also keep the K checkpoints with the best metric."
+)
+@click.option(
+    "--metric",
+    metavar="NAME",
+    help="Metric of a Trainer's evaluations, such as eval_loss (default: the metric passed to save_state).",
+)
+@click.option(
+    "--greater_is_better",
+    type=bool,
+    help="Whether a larger metric is better (default: if --metric is given and its name does not end in loss).",
+)
+@click.option("--yes", is_flag=True, help="Do not ask before deleting.")
+def prune(
+    folder: str, keep: int, best: int | None, metric: str | None, greater_is_better: bool | None, yes: bool
+) -> None:
+    """Delete the older checkpoints in FOLDER (or in FOLDER/checkpoints), after asking.
+
+    Only complete checkpoints with a number in their names are counted and deleted. The command fails while a run is saving to
+    the folder.
+    """
+    if best is None and (metric is not None or greater_is_better is not None):
+        raise click.UsageError(_("--metric and --greater_is_better require --best"))
+    from echelon.accelerator.checkpoint.checkpoint_store import metric_of  # noqa: PLC0415 - torch
+    from echelon.accelerator.checkpoint.folders import problems_in  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats.transformers import evaluated_metric  # noqa: PLC0415 - torch
+
+    place, found = _listed(require_folder(folder))
+    numbered = [entry for entry in found.entries if is_numbered(entry.name) and entry.state != "damaged"]
+    entries = [one for one in numbered if one.layout == "echelon" or not problems_in(place / one.name)]
+    kept = {entry.name for entry in entries[:keep]}
+    if best is not None:
+        is_greater = metric is not None and not metric.endswith("loss")
+        ranked = best_of(
+            [place / entry.name for entry in reversed(entries)],
+            metric_of if metric is None else partial(evaluated_metric, name=metric),
+            number=best,
+            greater_is_better=is_greater if greater_is_better is None else greater_is_better,
+        )
+        if entries and not ranked:
+            raise UsageError(
+                _("no checkpoint in {folder} has the metric", folder=place)
+                if metric is None
+                else _("no checkpoint in {folder} has an evaluation with {metric}", folder=place, metric=metric),
+                where="echelon checkpoint prune",
+                do=_("pass --metric with a name from the log_history in {file}, or omit --best", file=TRAINER_STATE),
+            )
+        kept |= {path.name for path in ranked}
+    doomed = [entry for entry in entries if entry.name not in kept]
+    if not doomed:
+        click.echo(_("nothing to delete in {folder}", folder=place))
+        return
+    for entry in reversed(doomed):
+        click.echo(f"{entry.name}  {_size(entry.num_bytes)}")
+    size = _size(sum(entry.num_bytes for entry in doomed))
+    question = _(
+        "Delete these {number} of {total} checkpoints ({size})?", number=len(doomed), total=len(entries), size=size
+    )
+    if not yes and not click.confirm(question):
+        return
+    lock = RunLock(place / ".lock")
+    try:
+        for entry in reversed(doomed):
+            retire(place_of(place / entry.name))
+    finally:
+        lock.release()
+    click.echo(_("deleted {number} checkpoints ({size})", number=len(doomed), size=size))
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------

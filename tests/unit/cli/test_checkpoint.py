@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,14 @@ from echelon import Accelerator
 from echelon.base.errors import CheckpointError
 from echelon.base.warnings import EchelonWarning
 from echelon.checkpoint import storage
+from echelon.checkpoint.lock import Owner, _start_of
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import ShardPart
 from echelon.checkpoint.save import Content, save
 from echelon.cli.main import _run
 from echelon.trainer import Trainer
 from echelon.utils import merge_fsdp_weights
+from echelon.world.world import World
 from tests.checkpoint_ranks import no_code_and_no_other_files, on_threads
 from tests.harness import run_on_ranks
 from tests.trainer_models import Net, arguments, net_data
@@ -339,7 +343,62 @@ def test_the_commands_in_the_document_run(
     for command in commands:
         assert echelon(*command).code == 0, command
     told = {words[1] for words in commands if words[0] == "checkpoint"}
-    assert told == {"ls", "verify", "show", "merge", "export", "import"}
+    assert told == {"ls", "verify", "show", "merge", "export", "import", "prune"}
+
+
+# ---- prune -----------------------------------------------------------------------------------------------------------
+
+
+def _series(folder: Path, metrics: dict[int, float | None]) -> None:
+    for number, metric in metrics.items():
+        objects = {"accelerator": {} if metric is None else {"metric": metric}}
+        save(folder / f"checkpoint_{number}", Content(objects=objects), world=World.current(cpu=True))
+
+
+def test_prune_deletes_older_checkpoints_after_asking_and_nothing_else(
+    echelon: Echelon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _series(tmp_path, {1: 0.5, 2: 0.1, 3: 0.4, 10: None, 11: 0.9})
+    (tmp_path / "checkpoint_1").rename(tmp_path / "mine")  # a name of the user's
+    (tmp_path / "checkpoint_3" / "manifest.json").write_text("cut off")
+    (tmp_path / "checkpoint_4").mkdir()
+    before = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    refused = echelon("checkpoint", "prune", tmp_path, "--keep", 1)
+    assert refused.code == 0
+    assert "Delete these 2 of 3 checkpoints" in refused.out + refused.err
+    assert {path.name for path in tmp_path.iterdir()} == before
+    done = echelon("checkpoint", "prune", tmp_path, "--keep", 1, "--best", 1, "--yes")
+    assert done.code == 0, done.err
+    assert {path.name for path in tmp_path.iterdir()} == before - {"checkpoint_10"}  # 2 is the best
+    assert (
+        echelon("checkpoint", "prune", tmp_path, "--keep", 1, "--best", 1, "--greater_is_better", "true", "--yes").code
+        == 0
+    )
+    assert {path.name for path in tmp_path.iterdir()} == before - {"checkpoint_10", "checkpoint_2"}
+
+
+def test_prune_knows_the_metrics_of_a_trainer_and_stops_during_a_run(echelon: Echelon, tmp_path: Path) -> None:
+    _series(tmp_path, {1: None})
+    for step, loss in ((100, 0.3), (200, 0.2), (300, 0.4), (400, 0.5)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        log = [{"step": step - 100, "eval_loss": 0.0}, {"step": step, "loss": 9.0}, {"step": step, "eval_loss": loss}]
+        state = {"global_step": step, "epoch": 1.0, "log_history": log}
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+        safetensors.torch.save_file({"w": torch.zeros(1)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        os.utime(tmp_path / f"checkpoint-{step}", (step, step))
+    shutil.rmtree(tmp_path / "checkpoint_1")
+    wrong = echelon("checkpoint", "prune", tmp_path, "--keep", 1, "--best", 2, "--metric", "eval_accuracy", "--yes")
+    assert "has an evaluation with eval_accuracy" in wrong.err
+    command = ("checkpoint", "prune", tmp_path, "--keep", 1, "--best", 2, "--metric", "eval_loss", "--yes")
+    parent = os.getppid()
+    owner = replace(Owner.current(), pid=parent, started=str(_start_of(parent)))
+    (tmp_path / ".lock").write_text(json.dumps(asdict(owner)))
+    assert f"process {parent}" in echelon(*command).err
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 4
+    (tmp_path / ".lock").unlink()
+    assert echelon(*command).code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-100", "checkpoint-200", "checkpoint-400"}
 
 
 # ---- merge -----------------------------------------------------------------------------------------------------------

@@ -367,6 +367,21 @@ def _train_by_value(folder: Path, values: list[float], *, resume: Any = None, **
     return trainer
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(None, {2, 4, 5, 8}), (1, {2, 4, 5, 8}), (6, {2, 4, 5, 6, 7, 8})], ids=["", "1", "6"]
+)
+def test_the_best_checkpoints_stay(tmp_path: Path, limit: int | None, kept: set[int], blocking: bool) -> None:
+    values = [0.1, 0.9, 0.3, 0.7, 0.7, 0.2, math.nan, 0.5]  # the best are those of steps 2, 4 and 5
+    options: dict[str, Any] = {"save_best": 3, "save_total_limit": limit, "save_steps": 1, "max_steps": 8}
+    options["save_blocking"] = blocking
+    with pytest.raises(StopIteration):  # as if interrupted
+        _train_by_value(tmp_path, values[:5], **options)
+    trainer = _train_by_value(tmp_path, values[5:], resume=True, **options)
+    assert {int(path.name.removeprefix("checkpoint-")) for path in tmp_path.iterdir()} == kept
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+
+
 def _has_weights_of(trainer: Trainer, folder: Path) -> bool:
     weights = load_file(folder / "model.safetensors")
     return all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())

@@ -36,6 +36,7 @@ OWN: dict[str, Any] = {
     "swa_start": None,
     "average_every": 1,
     "checkpoint_format": None,
+    "save_best": None,
     "save_blocking": True,
     "max_failed_saves": 3,
     "save_on_exception": False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import shutil
 import tempfile
@@ -27,7 +26,7 @@ from echelon.checkpoint.manifest import MANIFEST
 from echelon.checkpoint.object_store import Location, ObjectPath, location
 from echelon.checkpoint.plan import Planner, gather_json
 from echelon.checkpoint.read import Checkpoint
-from echelon.checkpoint.rotation import numbered, remove_oldest
+from echelon.checkpoint.rotation import best_of, numbered, remove_oldest
 from echelon.checkpoint.save import PendingCheckpoint, SaveFailedError, creates_folder, run_on_all_ranks
 from echelon.distributed.control import raise_on_all_ranks
 from echelon.distributed.small_messages import gather_bytes
@@ -195,13 +194,12 @@ class CheckpointStore:
         number = self._project.keep_best if number is None else number
         if not number:
             return []
-        measured = [
-            (metric, i, path)
-            for i, path in enumerate(numbered(folder, prefix=PREFIX))
-            if (metric := _metric_of(path)) is not None
-        ]
-        sign = 1 if self._project.greater_is_better else -1
-        return [path for _, _, path in sorted(measured, key=lambda one: (-sign * one[0], -one[1]))[:number]]
+        return best_of(
+            numbered(folder, prefix=PREFIX),
+            metric_of,
+            number=number,
+            greater_is_better=self._project.greater_is_better,
+        )
 
     def next_folder(self) -> Location:
         """Return the path of the next automatically named checkpoint."""
@@ -325,10 +323,10 @@ def no_folder_error(function: str, *, do: str) -> UsageError:
     )
 
 
-def _metric_of(folder: Location) -> float | None:
-    """Return a checkpoint's metric; None if it has none or cannot be read."""
+def metric_of(folder: Location) -> float | None:
+    """Return the metric that was passed to ``save_state``; None if there is none or it cannot be read."""
     try:
         metric = Checkpoint(folder).objects().get("accelerator", {}).get("metric")
     except (CheckpointError, OSError):
         return None
-    return metric if isinstance(metric, (int, float)) and not math.isnan(metric) else None
+    return metric if isinstance(metric, (int, float)) else None

@@ -13,6 +13,7 @@ import torch
 
 from echelon.base.errors import CheckpointError
 from echelon.base.progress import Progress
+from echelon.checkpoint.commit import place_of
 from echelon.checkpoint.formats.conversion import (
     ImportedCheckpoint,
     build_import,
@@ -26,6 +27,7 @@ from echelon.checkpoint.formats.layouts import TRAINER_STATE, weight_files
 from echelon.checkpoint.formats.optimizer_states import numbered_state, rests_in
 from echelon.checkpoint.formats.torch_files import load, read_all_ranks, refused_in, write_pickled
 from echelon.checkpoint.manifest import is_part
+from echelon.checkpoint.object_store import Location
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.stored_weights import weights_of, write_weights
 from echelon.checkpoint.tensor_file import write_file
@@ -81,6 +83,16 @@ def write_state(folder: Path, state: OptimizationState) -> None:
     for name, one in files:
         if one is not None:
             write_pickled(one, folder / name)
+
+
+def evaluated_metric(folder: Location, name: str) -> float | None:
+    """Return the metric ``name`` of the evaluation at a Trainer checkpoint's step; None if there is none or it cannot be read."""
+    try:
+        state = read_json(place_of(folder) / TRAINER_STATE)
+        logs = [entry for entry in state["log_history"] if entry.get("step") == state["global_step"] and name in entry]
+        return float(logs[-1][name]) if logs else None
+    except (CheckpointError, OSError, KeyError, TypeError, ValueError):
+        return None
 
 
 def read_state(folder: Path) -> OptimizationState:

@@ -225,6 +225,9 @@ class TrainingFields:
     )
     average_every: int = extra(1, "With ema_decay or swa_start: update the average after every N-th optimizer step.")
     checkpoint_format: str | None = extra(None, "Checkpoint format: echelon or transformers (default: echelon).")
+    save_best: int | None = extra(
+        None, "Keep this many checkpoints with the best metric_for_best_model (default: the best one, if it is set)."
+    )
     save_blocking: bool = extra(
         True, "Wait until each checkpoint is written. False: only copy the state, and write it in the background."
     )

@@ -28,7 +28,7 @@ def set_derived_values(args: TrainingFields) -> None:
             )
         args.eval_steps = args.logging_steps
     by_metric = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
-    wants_best = args.load_best_model_at_end or args.lr_scheduler_type in by_metric
+    wants_best = args.load_best_model_at_end or args.save_best is not None or args.lr_scheduler_type in by_metric
     if wants_best and args.metric_for_best_model is None:
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
@@ -141,8 +141,17 @@ def check_values(args: TrainingFields) -> None:
             where="TrainingArguments.metric_for_best_model",
             do="set metric_for_best_model to the name of an evaluation metric, such as 'loss'",
         )
-    if args.load_best_model_at_end and args.save_strategy != SaveStrategy.BEST:
-        _check_saved_when_evaluated(args)
+    if args.save_best is not None and args.save_best < 1:
+        raise ConfigError(
+            _("save_best={number} is below 1", number=args.save_best),
+            where="TrainingArguments.save_best",
+            do=_("set it to the number of best checkpoints to keep, or to None"),
+        )
+    if args.save_strategy != SaveStrategy.BEST:
+        if args.load_best_model_at_end:
+            _check_saved_when_evaluated(args, "load_best_model_at_end")
+        elif args.save_best is not None:
+            _check_saved_when_evaluated(args, "save_best")
     _check_average(args)
     if not args.save_blocking and args.push_to_hub and args.hub_strategy != HubStrategy.END:
         raise ConfigError(
@@ -191,19 +200,19 @@ def _check_average(args: TrainingFields) -> None:
         )
 
 
-def _check_saved_when_evaluated(args: TrainingFields) -> None:
+def _check_saved_when_evaluated(args: TrainingFields, setting: str) -> None:
     if str(args.eval_strategy) != str(args.save_strategy):
         raise ConfigError(
-            "load_best_model_at_end needs a checkpoint for each evaluation, but "
+            f"{setting} needs a checkpoint for each evaluation, but "
             f"eval_strategy={str(args.eval_strategy)!r} and save_strategy={str(args.save_strategy)!r}",
-            where="TrainingArguments.load_best_model_at_end",
+            where=f"TrainingArguments.{setting}",
             do="set both to the same value, or set save_strategy='best'",
         )
     if args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps is not None:
         ratio = args.save_steps / args.eval_steps
         if abs(ratio - round(ratio)) > 1e-9 or round(ratio) < 1:
             raise ConfigError(
-                f"load_best_model_at_end needs an evaluation at each checkpoint, but save_steps={args.save_steps} is not a"
+                f"{setting} needs an evaluation at each checkpoint, but save_steps={args.save_steps} is not a"
                 f" multiple of eval_steps={args.eval_steps}",
                 where="TrainingArguments.save_steps",
                 do="set save_steps to a multiple of eval_steps, or set save_strategy='best'",

@@ -13,8 +13,9 @@ from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
+from echelon.checkpoint.formats.transformers import evaluated_metric
 from echelon.checkpoint.object_store import Location
-from echelon.checkpoint.rotation import numbered, remove_oldest
+from echelon.checkpoint.rotation import best_of, numbered, remove_oldest
 from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.arguments.training_arguments import TrainingArguments, checkpoint_place
 from echelon.trainer.state import TrainerState
@@ -85,11 +86,23 @@ def write_json(path: Path, values: Any) -> None:
 # ---- deleting --------------------------------------------------------------------------------------------------------
 
 
-def remove_surplus(folder: Location, *, limit: int | None, best: str | None, newest: Location) -> None:
-    """Keep at most ``limit`` checkpoints: delete the oldest, but never the best or the newest one."""
+def remove_surplus(args: TrainingArguments, folder: Location, *, best: str | None, newest: Location) -> None:
+    """Keep ``save_total_limit`` checkpoints, or those that may not be deleted: the best (``save_best``) and the newest one."""
+    limit = args.save_total_limit
+    best_place = None if best is None else storage.location(best)
+    keep = {newest} if best_place is None else {newest, best_place}
+    if args.save_best is not None:
+        number = args.save_best - (best is not None)  # the best one counts, although a newer one may be equal
+        others = [
+            path for path in numbered(folder, prefix=PREFIX) if best_place is None or path.name != best_place.name
+        ]
+        name, is_greater = name_of_best_metric(args), bool(args.greater_is_better)
+        keep |= set(
+            best_of(others, lambda path: evaluated_metric(path, name), number=number, greater_is_better=is_greater)
+        )
+        limit = limit or 1
     if limit is None or limit <= 0:
         return
-    keep = {newest} | ({storage.location(best)} if best is not None else set())
     try:
         remove_oldest(folder, prefix=PREFIX, limit=max(limit, len(keep)), keep=keep)
     except OSError as error:
@@ -114,14 +127,19 @@ def update_best_metric(args: TrainingArguments, state: TrainerState, metrics: di
     return is_better
 
 
+def name_of_best_metric(args: TrainingArguments) -> str:
+    """Return the name of ``metric_for_best_model`` in the logs."""
+    name = args.metric_for_best_model or "loss"
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
 def metric_for_best(args: TrainingArguments, metrics: dict[str, float]) -> float:
     """Return the value of ``metric_for_best_model``, which may be written without the prefix ``eval_``.
 
     Raises:
         ConfigError: the evaluation did not return this metric.
     """
-    name = args.metric_for_best_model or "loss"
-    name = name if name.startswith("eval_") else f"eval_{name}"
+    name = name_of_best_metric(args)
     if name not in metrics:
         raise ConfigError(
             f"metric_for_best_model={args.metric_for_best_model!r}, but the evaluation returned no {name!r}; "
@@ -165,7 +183,7 @@ def warn_of_unsaved_best(args: TrainingArguments, state: TrainerState) -> None:
 def remove_last_checkpoint(args: TrainingArguments, state: TrainerState, output_dir: Location) -> None:
     """Delete the last checkpoint if it is not the best one and ``save_total_limit=1`` kept it only for resuming."""
     best = state.best_model_checkpoint
-    if args.should_save and best is not None and args.save_total_limit == 1:
+    if args.should_save and best is not None and args.save_total_limit == 1 and args.save_best is None:
         remove_oldest(output_dir, prefix=PREFIX, limit=1, keep=[Path(best)])
 
 

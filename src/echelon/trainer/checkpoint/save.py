@@ -81,9 +81,7 @@ class CheckpointWriter:
         state.stateful_callbacks = callback_states([trainer.control, *trainer.callback_handler.callbacks])
         store, best = trainer.accelerator.checkpoints.store, state.best_model_checkpoint
         with store.alone_in(output_dir, prefix=PREFIX):
-            store.on_committed = lambda _: remove_surplus(
-                output_dir, limit=args.save_total_limit, best=best, newest=folder
-            )
+            store.on_committed = lambda _: remove_surplus(args, output_dir, best=best, newest=folder)
             earlier = store.latest
             try:
                 if checkpoint_format(args) == "transformers":
