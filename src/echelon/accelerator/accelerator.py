@@ -235,7 +235,11 @@ class Accelerator(ProcessMembers):
 
     def _announce(self) -> None:
         self.preemption.save_and_end = weakref.WeakMethod(self._save_and_end)
-        self.checkpoints.use_methods(unwrap_model=self.unwrap_model, get_state_dict=self.get_state_dict)
+        self.checkpoints.use_methods(
+            unwrap_model=self.unwrap_model,
+            get_state_dict=self.get_state_dict,
+            is_overridden=type(self).get_state_dict is not Accelerator.get_state_dict,
+        )
         register_accelerator(self)
 
     def _save_and_end(self) -> NoReturn:

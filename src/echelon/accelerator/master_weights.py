@@ -94,9 +94,13 @@ class MasterWeights:
         for one in found:
             self._elsewhere |= one
 
+    def loaded_dtypes(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """Return the dtypes in which the tensors that train in float32 were loaded, by name."""
+        return {**self._elsewhere, **self._by_name(model)} if self else {}
+
     def as_loaded(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         """Cast the tensors of ``state``, a new state dict of ``model``, to the dtypes in which they were loaded; return it."""
-        dtypes = {**self._elsewhere, **self._by_name(model)} if self else {}
+        dtypes = self.loaded_dtypes(model)
         done: dict[tuple[Any, ...], torch.Tensor] = {}  # tied weights stay tied
         for name, value in state.items():
             dtype = dtypes.get(name)

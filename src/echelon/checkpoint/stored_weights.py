@@ -170,7 +170,7 @@ def _stream(
     )
     for name in ordered:
         for part in _parts(tensors[name]):
-            values = _converted(tensors[name].read(part), name, _kind(tensors[name], kind))
+            values = converted(tensors[name].read(part), name, _kind(tensors[name], kind))
             yield bytes_of(values).numpy().data
             progress(values.nbytes)
 
@@ -191,7 +191,12 @@ def _parts(tensor: StoredTensor) -> Iterator[ChunkBounds]:
             yield ChunkBounds((*lead, start, *(0,) * (len(shape) - dim - 1)), lengths)
 
 
-def _converted(before: torch.Tensor, name: str, wanted: str) -> torch.Tensor:
+def converted(before: torch.Tensor, name: str, wanted: str) -> torch.Tensor:
+    """Return ``before`` with the dtype that a safetensors header calls ``wanted``.
+
+    Raises:
+        CheckpointError: a value is too large for it.
+    """
     after = before.to(torch_dtype(wanted))
     if after.dtype != before.dtype and bool((after.isinf() & ~before.isinf()).any()):
         raise CheckpointError(

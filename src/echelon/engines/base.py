@@ -40,6 +40,33 @@ class LocalGradient:
     """Dtype in which gradients are reduced across ranks; None: the gradient's own."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedTensor:
+    """A tensor of a sharded model's state dict."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    is_sharded: bool
+    """Whether ranks hold shards of it. Of other tensors, the values of the first rank count; ranks may have different ones."""
+    gather: Callable[[int], torch.Tensor | None]
+    """Returns the full tensor on the CPU of the given rank, which holds a part of it, and None on other ranks. Collective: call on
+    every rank that holds the same part of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedState:
+    """The state dict of a sharded model, whose tensors are gathered one at a time."""
+
+    names: Sequence[str]
+    """All names in the state dict of the whole model, in its order."""
+    aliases: Mapping[str, str]
+    """Further names of tied weights, each with the first one."""
+    tensors: Mapping[str, ShardedTensor]
+    """The tensors of which this rank holds shards, by their first names."""
+    part: int = 0
+    """Which part of the model this rank holds: ranks with the same number have the same tensors."""
+
+
 class Engine(ABC):
     """Distributes models and optimizers across ranks. Callers may depend on ``capabilities``, but never on the class.
 
@@ -217,6 +244,10 @@ class Engine(ABC):
 
         Collective if parameters are sharded.
         """
+
+    def sharded_state(self, model: nn.Module) -> ShardedState | None:
+        """Return the model's state dict with tensors that are still sharded; None if it cannot be gathered one tensor at a time."""
+        return None
 
     @abstractmethod
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:

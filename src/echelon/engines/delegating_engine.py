@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.base.capabilities import Capabilities
-from echelon.engines.base import Engine, LocalGradient, Prepared
+from echelon.engines.base import Engine, LocalGradient, Prepared, ShardedState
 from echelon.engines.bitwise.tree_sum import ShardedUpdate
 
 if TYPE_CHECKING:
@@ -100,6 +100,9 @@ class DelegatingEngine(Engine):
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any] | None:
         return self.inner.full_state_dict(model)
+
+    def sharded_state(self, model: nn.Module) -> ShardedState | None:
+        return self.inner.sharded_state(model)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         return self.inner.full_optimizer_state(optimizer)

@@ -19,8 +19,10 @@ from echelon.distributed.small_messages import bytes_of, gather_bytes, host_wire
 Key = TypeVar("Key", int, str)
 
 
-def gather_state(part: Mapping[Key, Any], *, group: dist.ProcessGroup | None = None) -> dict[Key, Any] | None:
-    """Return the union of all ranks' ``part`` on the first rank, with tensors copied to the CPU; other ranks return None.
+def gather_state(
+    part: Mapping[Key, Any], *, group: dist.ProcessGroup | None = None, to: int = 0
+) -> dict[Key, Any] | None:
+    """Return the union of all ranks' ``part`` on the rank ``to`` of ``group``, with tensors copied to the CPU; other ranks return None.
 
     Args:
         part: values (tensors, numbers, strings, lists, tuples and dicts), by number or name. Of several values, the first rank's counts.
@@ -34,13 +36,13 @@ def gather_state(part: Mapping[Key, Any], *, group: dist.ProcessGroup | None = N
     tensors: list[torch.Tensor] = []
     structure = [[key, _describe(value, tensors)] for key, value in part.items()]
     structures = gather_bytes(json.dumps(structure).encode(), group=group)
-    if dist.get_rank(group):
+    if dist.get_rank(group) != to:
         for tensor in tensors:
-            _send(tensor, group)
+            _send(tensor, group, to)
         return None
     whole: dict[Key, Any] = {}
     for rank, text in enumerate(structures):
-        own = iter(tensors) if rank == 0 else None
+        own = iter(tensors) if rank == to else None
         for key, value in json.loads(text):
             whole.setdefault(key, _rebuild(value, rank, own, group))
     return dict(sorted(whole.items()))
@@ -76,10 +78,10 @@ def _rebuild(value: Any, rank: int, own: Iterator[torch.Tensor] | None, group: d
     return tuple(items) if kind == "tuple" else list(items)
 
 
-def _send(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def _send(tensor: torch.Tensor, group: dist.ProcessGroup | None, to: int) -> None:
     message = bytes_of(tensor.detach())
     if message.numel():
-        dist.send(message.to(host_wire(group)), group=group, group_dst=0)
+        dist.send(message.to(host_wire(group)), group=group, group_dst=to)
 
 
 def _receive(described: list[Any], rank: int, group: dist.ProcessGroup | None) -> torch.Tensor:

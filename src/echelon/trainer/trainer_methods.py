@@ -38,7 +38,11 @@ from echelon.trainer.arguments.training_arguments import TrainingArguments, load
 from echelon.trainer.build_accelerator import accelerator_arguments, build_accelerator
 from echelon.trainer.callbacks.callback_handler import CallbackHandler, require_agreement, usual_flags
 from echelon.trainer.checkpoint.checkpoint_folders import best_folder, update_best_metric
-from echelon.trainer.checkpoint.model_files import load_model_from, write_model_files
+from echelon.trainer.checkpoint.model_files import (
+    load_model_from,
+    write_model_files,
+    write_sharded_model_files,
+)
 from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data import batches, data_loaders
 from echelon.trainer.data.collators import default_data_collator
@@ -787,16 +791,20 @@ class TrainerMethods:
             else first_rank_saves(f"save_model {place}", on_each_machine=args.save_on_each_node),
             uploaded_from(place) as folder,
         ):
-            options = {"master_weights": True} if self._session.saves_master_weights else {}
-            weights = accelerator.get_state_dict(self.model_wrapped, **options)
-            if args.should_save and weights is None:  # only rank zero gathers a sharded model
-                raise ConfigError(
-                    "save_on_each_node=True does not work with a sharded model, because only rank zero gathers its weights",
-                    where="TrainingArguments.save_on_each_node",
-                    do="remove save_on_each_node and put output_dir on a file system that all machines share",
-                )
-            if args.should_save:
-                self._save(str(folder), state_dict=weights)
+            by_all_ranks = is_sharded and not (_internal_call or is_overridden(self, "_save"))
+            if not by_all_ranks or not write_sharded_model_files(
+                args, self._session, accelerator, self.model_wrapped, folder, self.processing_class
+            ):
+                options = {"master_weights": True} if self._session.saves_master_weights else {}
+                weights = accelerator.get_state_dict(self.model_wrapped, **options)
+                if args.should_save and weights is None:  # only rank zero gathers a sharded model
+                    raise ConfigError(
+                        "save_on_each_node=True does not work with a sharded model, because only rank zero gathers its weights",
+                        where="TrainingArguments.save_on_each_node",
+                        do="remove save_on_each_node and put output_dir on a file system that all machines share",
+                    )
+                if args.should_save:
+                    self._save(str(folder), state_dict=weights)
         if is_sharded and not _internal_call:
             accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -26,6 +27,7 @@ from echelon.accelerator.checkpoint.checkpoint_store import PREFIX, CheckpointSt
 from echelon.accelerator.checkpoint.folders import has_checkpoint, newest_whole
 from echelon.accelerator.checkpoint.training_state import content_of, load_content
 from echelon.accelerator.models.save_objects import offloaded_state
+from echelon.accelerator.models.save_sharded import write_sharded
 from echelon.accelerator.models.weight_check import shortened, trained_outside_state_dict
 from echelon.accelerator.rng_states import current_random_states
 from echelon.accelerator.session import Session
@@ -35,16 +37,19 @@ from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
+from echelon.big_models.module_sizes import as_dtype
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.formats.accelerate import custom_path, is_state_file, missing_files, write_state
 from echelon.checkpoint.formats.layouts import layout_of, require_layout
 from echelon.checkpoint.formats.torch_files import write_plain
-from echelon.checkpoint.formats.weight_files import write_shards
+from echelon.checkpoint.formats.weight_files import aliases_in, write_shards
 from echelon.checkpoint.manifest import is_part
 from echelon.checkpoint.object_store import Location, ObjectPath, is_url, location, uploaded_from
 from echelon.checkpoint.read import Checkpoint, open_verified
 from echelon.checkpoint.save import Content, PendingCheckpoint
+from echelon.checkpoint.stored_weights import converted
+from echelon.checkpoint.tensor_file import stored_form
 from echelon.checkpoint.tensor_names import model_prefix
 from echelon.compat.byte_sizes import convert_file_size_to_int
 from echelon.config.variables import checkpoint_format
@@ -53,6 +58,7 @@ from echelon.distributed.collectives import gather_object
 from echelon.distributed.control import agree, raise_on_all_ranks
 from echelon.distributed.monitored_barrier import is_passed_by, monitored_barrier
 from echelon.distributed.preemption import Preempted
+from echelon.engines.base import ShardedState
 from echelon.status.board import Phase
 from echelon.status.notes import note_loaded, saving, within
 from echelon.status.stop_barrier import EXIT_CODE
@@ -83,6 +89,7 @@ class Checkpoints:
         self._is_warned_of_scheduler_left_out = False
         self._unwrap_model: Callable[[], Any] = lambda: None
         self._get_state_dict: Callable[[], Any] = lambda: None
+        self._reads_state_itself = False  # by an overridden get_state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_unwrap_model": None, "_get_state_dict": None}
@@ -93,10 +100,19 @@ class Checkpoints:
         return tuple(self._session.objects.models)
 
     def use_methods(
-        self, *, unwrap_model: Callable[..., nn.Module], get_state_dict: Callable[[nn.Module], dict[str, Any] | None]
+        self,
+        *,
+        unwrap_model: Callable[..., nn.Module],
+        get_state_dict: Callable[[nn.Module], dict[str, Any] | None],
+        is_overridden: bool,
     ) -> None:
-        """Unwrap and read models with these Accelerator methods (held weakly), which a subclass may override."""
+        """Unwrap and read models with these Accelerator methods (held weakly), which a subclass may override.
+
+        Args:
+            is_overridden: whether it overrides ``get_state_dict``.
+        """
         self._unwrap_model, self._get_state_dict = WeakMethod(unwrap_model), WeakMethod(get_state_dict)
+        self._reads_state_itself = is_overridden
 
     # ---- what the script registers ---
 
@@ -672,14 +688,21 @@ class Checkpoints:
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
+        *,
+        save_dtype: str | torch.dtype | None = None,
     ) -> None:
         """Write the weights of ``model`` to a folder under plain parameter names, for use by other programs.
+
+        If parameters are sharded, the ranks that can see the folder write different files at the same time, and no rank gathers
+        the whole model.
 
         Args:
             model: prepared or not.
             save_directory: created if missing, or a URL in an object store; other files in it are kept.
             max_shard_size: maximum file size, such as ``"5GB"``; if there are several files, an index is written.
-            safe_serialization: use the safetensors format; False: use ``torch.save``.
+            safe_serialization: use the safetensors format; False: use ``torch.save``, for which rank zero gathers the model.
+            save_dtype: dtype of the floating-point weights in the files, such as ``"bfloat16"``. None: the dtype in which they
+                were loaded.
 
         Collective: call on every rank. If the engine does not shard the state, rank zero may call it alone.
 
@@ -688,13 +711,21 @@ class Checkpoints:
         """
         if self._is_left_to_rank_zero("save_model()"):
             with alone():
-                self.save_model(model, save_directory, max_shard_size, safe_serialization)
+                self.save_model(model, save_directory, max_shard_size, safe_serialization, save_dtype=save_dtype)
             return
         monitored_barrier("save_model()", advice="Rank zero writes.")
         if not is_alone():
             self._session.guard.compare_models("at save_model()")
-        place = location(save_directory)
+        place, max_bytes = location(save_directory), convert_file_size_to_int(max_shard_size)
+        dtype = None if save_dtype is None else as_dtype(save_dtype)
         with within(Phase.SAVE), uploaded_from(place) as folder:
+            # Ranks that write together share a folder; for an object store, rank zero gathers the weights and uploads them.
+            is_shared = safe_serialization and isinstance(place, Path)
+            sharded = self.sharded_state(model) if is_shared else None
+            if sharded is not None and self.write_sharded(
+                sharded, model, folder, max_shard_bytes=max_bytes, dtype=dtype
+            ):
+                return
             state = offloaded_state(model) or self._get_state_dict()(model)
             with raise_on_all_ranks("save_model"):
                 if folder.is_file():
@@ -708,8 +739,67 @@ class Checkpoints:
                 world, each = self._session.world, self._project.save_on_each_node
                 # The state of a sharded model is None on all ranks but rank zero.
                 if state is not None and (world.is_local_rank_zero if each else world.is_rank_zero):
-                    max_bytes = convert_file_size_to_int(max_shard_size)
+                    state = state if dtype is None else _cast(state, dtype)
                     write_shards(state, folder, max_shard_bytes=max_bytes, safe_serialization=safe_serialization)
+
+    def sharded_state(self, model: nn.Module, *, is_wanted: bool = True) -> ShardedState | None:
+        """Return a model's state dict with tensors that are still sharded, or None on all ranks if it must be gathered.
+
+        Args:
+            is_wanted: False on any rank: return None on all.
+
+        Collective: call on every rank if parameters are sharded.
+        """
+        session = self._session
+        if not session.capabilities.shards_parameters or self._project.save_on_each_node or self._reads_state_itself:
+            return None
+        state = session.engine.sharded_state(session.objects.engine_model(model))
+        return None if agree(state is None or not is_wanted) else state
+
+    def write_sharded(
+        self,
+        state: ShardedState,
+        model: nn.Module,
+        folder: Path,
+        *,
+        max_shard_bytes: int,
+        dtype: torch.dtype | None = None,
+    ) -> bool:
+        """Write ``state`` of ``model`` to safetensors files in ``folder``; return False if it must be gathered instead.
+
+        Args:
+            dtype: dtype of the floating-point weights. None: those in which they were loaded.
+
+        Collective: call on every rank.
+        """
+        session = self._session
+        with raise_on_all_ranks("save_model"):
+            if folder.is_file():
+                raise UsageError(f"{folder} exists and is not a directory", do="pass another save_directory")
+        loaded = session.masters.loaded_dtypes(self._unwrap_model()(model, keep_torch_compile=False))
+
+        def dtype_of(name: str, own: torch.dtype) -> torch.dtype:
+            return loaded.get(name, own) if dtype is None or not own.is_floating_point else dtype
+
+        return write_sharded(state, folder, rank=session.world.rank, max_shard_bytes=max_shard_bytes, dtype_of=dtype_of)
+
+    def gather_tensors(
+        self, state: ShardedState, model: nn.Module, names: Collection[str]
+    ) -> dict[str, torch.Tensor | None] | None:
+        """Return some tensors of ``state`` on rank zero, in the dtypes in which they were loaded, and None for each on other ranks.
+
+        Return None if rank zero does not hold a part of each, because ``model`` is a pipeline.
+
+        Collective: call on every rank, with the same ``names``.
+        """
+        if agree(state.part != 0):
+            return None
+        loaded = self._session.masters.loaded_dtypes(self._unwrap_model()(model, keep_torch_compile=False))
+        found: dict[str, torch.Tensor | None] = {}
+        for first in dict.fromkeys(state.aliases.get(name, name) for name in state.names if name in names):
+            full = state.tensors[first].gather(0)
+            found[first] = None if full is None else full.to(loaded.get(first, full.dtype))
+        return {name: found[state.aliases.get(name, name)] for name in state.names if name in names}
 
     def pass_was_over(self, folder: Path, loader: Any) -> bool:
         """Return whether ``loader`` had yielded its last batch when ``folder`` was saved in echelon's own format."""
@@ -802,6 +892,22 @@ def _require_savable(one: Any) -> None:
         raise UsageError(
             error.what, where="register_for_checkpointing", do=f"in its state_dict(), {error.do}"
         ) from error
+
+
+def _cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return ``state`` with its floating-point tensors cast to ``dtype``; tied weights stay tied.
+
+    Raises:
+        CheckpointError: a value is too large for ``dtype``.
+    """
+    aliases = aliases_in(state)
+    kind, _shape = stored_form(str(dtype).removeprefix("torch."), ())
+    cast = {
+        name: converted(value, name, kind) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in state.items()
+        if name not in aliases
+    }
+    return {name: cast[aliases.get(name, name)] for name in state}
 
 
 def _is_ours(name: str) -> bool:

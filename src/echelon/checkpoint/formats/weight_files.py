@@ -97,31 +97,55 @@ def write_shards(
     shards = cut_into_shards(stored, max_shard_bytes)
     for alias, owner in aliases.items():
         next(shard for shard in shards if owner in shard).append(alias)
-    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
-    files = {
-        pattern.format(suffix="" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"): names
-        for number, names in enumerate(shards, start=1)
-    }
+    files = shard_files(shards, safe_serialization=safe_serialization)
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {file: sum(_num_bytes(state_dict[name]) for name in names) for file, names in files.items()}
     with progress_bar(f"saving {folder.name}", sum(sizes.values())) as progress:
         for file, names in files.items():
-            aside = folder / f"{file}.tmp"
+            aside = aside_of(folder / file)
             part = {name: state_dict[name] for name in names}
             write_tensors(part, aside) if safe_serialization else torch.save(part, aside)
-            aside.replace(folder / file)
             progress(sizes[file])
+    left_out = aliases if safe_serialization else ()
+    listed = {file: [name for name in names if name not in left_out] for file, names in files.items()}
+    num_bytes = sum(_num_bytes(t) for name, t in state_dict.items() if name not in aliases)
+    publish_shards(folder, listed, num_bytes, safe_serialization=safe_serialization)
+
+
+def shard_files(shards: Sequence[Sequence[str]], *, safe_serialization: bool) -> dict[str, Sequence[str]]:
+    """Return the files for the names in ``shards``, called as in transformers."""
+    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
+    return {
+        pattern.format(suffix="" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"): names
+        for number, names in enumerate(shards, start=1)
+    }
+
+
+def aside_of(path: Path) -> Path:
+    """Return where a weight file is written before ``publish_shards`` renames it."""
+    return path.with_name(f"{path.name}.tmp")
+
+
+def publish_shards(
+    folder: Path, files: Mapping[str, Sequence[str]], num_bytes: int, *, safe_serialization: bool = True
+) -> None:
+    """Rename the written ``files``, write their index if there are several, and delete weight files of an earlier save.
+
+    Args:
+        files: the names of the tensors in each file.
+        num_bytes: total size of the tensors.
+    """
+    for file in files:
+        aside_of(folder / file).replace(folder / file)
     index = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
-    if len(shards) > 1:
-        left_out = aliases if safe_serialization else ()
-        listed = {file: [name for name in names if name not in left_out] for file, names in files.items()}
-        num_bytes = sum(_num_bytes(t) for name, t in state_dict.items() if name not in aliases)
-        aside = folder / f"{index}.tmp"
-        aside.write_text(index_of(listed, num_bytes), encoding="utf-8")
+    if len(files) > 1:
+        aside = aside_of(folder / index)
+        aside.write_text(index_of(files, num_bytes), encoding="utf-8")
         aside.replace(folder / index)
+    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
     earlier = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
     for path in list(folder.iterdir()):
-        if (earlier.fullmatch(path.name) and path.name not in files) or (path.name == index and len(shards) == 1):
+        if (earlier.fullmatch(path.name) and path.name not in files) or (path.name == index and len(files) == 1):
             path.unlink()
 
 

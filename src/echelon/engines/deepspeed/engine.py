@@ -18,7 +18,7 @@ from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.config.library_variables import deepspeed_knows_rank
-from echelon.engines.base import Engine, Prepared
+from echelon.engines.base import Engine, Prepared, ShardedState
 from echelon.engines.deepspeed.config import (
     evaluation_config,
     is_on,
@@ -413,6 +413,11 @@ class DeepSpeedEngine(Engine):
         if model not in self._evaluated:
             return plain_state_dict(self.unwrap(model))
         return self._gather_state_dict(model)
+
+    def sharded_state(self, model: nn.Module) -> ShardedState | None:
+        run = self._run
+        is_sharded = self.capabilities.shards_parameters and run is not None and model is run.engine
+        return run.sharded_state(self._world.rank) if is_sharded and run is not None else None
 
     def _gather_state_dict(self, model: Any) -> dict[str, Any] | None:
         """Gather the state dict of a model that is sharded for evaluation. Collective: call on every rank."""

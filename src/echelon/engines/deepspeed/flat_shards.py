@@ -127,6 +127,15 @@ class FlatShards:
         full = self._gather([p for _, p in named], {i: {"value": value} for i, value in mine.items()})
         return None if full is None else {name: full[i]["value"] for i, (name, _) in enumerate(named)}
 
+    def full_weight(self, parameter: nn.Parameter, *, to: int) -> torch.Tensor | None:
+        """Return a parameter on the CPU of the rank ``to``, None on other ranks: float32 if it is trained. Collective: call on every rank."""
+        if not parameter.requires_grad:
+            with self.gathered([parameter]):
+                return parameter.detach().to("cpu", copy=True) if self._rank == to else None
+        part = self.shard(parameter)
+        full = self._gather([parameter], {} if part is None else {0: {"value": part.of(part.flat)}}, to=to)
+        return None if full is None else full[0]["value"]
+
     def frozen_weights(self) -> dict[str, torch.Tensor]:
         """Return the frozen parameters by name on the CPU. Collective with stage 3."""
         frozen = [(name, p) for name, p in plain_parameters(self._module) if not p.requires_grad]
@@ -251,15 +260,15 @@ class FlatShards:
         yield from enumerate(p for group in self._groups for p in group)
 
     def _gather(
-        self, parameters: Sequence[nn.Parameter], mine: Mapping[int, Mapping[str, Any]]
+        self, parameters: Sequence[nn.Parameter], mine: Mapping[int, Mapping[str, Any]], *, to: int = 0
     ) -> dict[int, dict[str, Any]] | None:
-        """Assemble all ranks' shards on rank zero."""
+        """Assemble all ranks' shards on the rank ``to``."""
         located = {}
         for number, entries in mine.items():
             part = self.shard(parameters[number])
             assert part is not None
             located[number * self._world_size + self._rank] = {"offset": part.offset, "entries": dict(entries)}
-        found = gather_state(located)
+        found = gather_state(located, to=to)
         if found is None:
             return None
         full: dict[int, dict[str, Any]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,8 +16,9 @@ from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.distributed.ddp.replica import Structure
-from echelon.engines.deepspeed.flat_shards import FlatShards, UsedParameters, count_ranks
-from echelon.engines.state_dicts import plain_parameters, plain_state_dict
+from echelon.engines.base import ShardedState, ShardedTensor
+from echelon.engines.deepspeed.flat_shards import FlatShards, UsedParameters, count_ranks, full_shape
+from echelon.engines.state_dicts import plain_name, plain_parameters, plain_state_dict
 from echelon.engines.stepper import Stepper, multiply_gradients
 from echelon.world.world import World
 
@@ -323,6 +325,34 @@ class DeepSpeedModel:
             found[name] = value.detach().cpu() if owner is None else full[owner]
         return found
 
+    def sharded_state(self, rank: int) -> ShardedState | None:
+        """See ``Engine.sharded_state``."""
+        shards = self.shards
+        state = plain_state_dict(self.engine.module)
+        if shards is None or not all(isinstance(value, torch.Tensor) for value in state.values()):
+            return None
+        shards.require_in_memory()
+        shards.adopt_changes()
+        parameters = {plain_name(name): p for name, p in self.engine.module.named_parameters(remove_duplicate=False)}
+        first: dict[int, str] = {}
+        aliases: dict[str, str] = {}
+        tensors: dict[str, ShardedTensor] = {}
+        for name, value in state.items():
+            parameter = parameters.get(name)
+            if parameter is None:
+                gather = partial(_whole, value, rank)
+                tensors[name] = ShardedTensor(dtype=value.dtype, shape=value.shape, is_sharded=False, gather=gather)
+            elif first.setdefault(id(parameter), name) != name:
+                aliases[name] = first[id(parameter)]
+            else:
+                tensors[name] = ShardedTensor(
+                    dtype=torch.float32 if parameter.requires_grad else parameter.dtype,
+                    shape=full_shape(parameter),
+                    is_sharded=True,
+                    gather=partial(_gathered, shards, parameter),
+                )
+        return ShardedState(names=list(state), aliases=aliases, tensors=tensors)
+
     def full_optimizer_state(self) -> dict[str, Any] | None:
         """Return the full optimizer state on rank zero, or None on other ranks. Collective: call on every rank."""
         assert self.shards is not None
@@ -345,3 +375,11 @@ class DeepSpeedModel:
         scaler = self.engine.optimizer.loss_scaler
         names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
         return {name: getattr(scaler, name) for name in names if hasattr(scaler, name)}
+
+
+def _whole(value: torch.Tensor, rank: int, to: int) -> torch.Tensor | None:
+    return value.detach().cpu() if rank == to else None
+
+
+def _gathered(shards: FlatShards, parameter: nn.Parameter, to: int) -> torch.Tensor | None:
+    return shards.full_weight(parameter, to=to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -21,11 +22,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
+from echelon.base.sharded import is_dtensor
 from echelon.base.versions import torch_version
 from echelon.base.warnings import user_line, warn
 from echelon.distributed.ddp.replica import average_gradients
 from echelon.engines.activation_checkpointing import checkpoint_activations
-from echelon.engines.base import Engine, LocalGradient, Prepared
+from echelon.engines.base import Engine, LocalGradient, Prepared, ShardedState, ShardedTensor
 from echelon.engines.bitwise.grad_norm import clip_by_rows
 from echelon.engines.bitwise.sharded_tree_sum import ShardedTreeSum
 from echelon.engines.bitwise.tree_sum import ReplicatedUpdate, ShardedUpdate
@@ -642,6 +644,41 @@ class FSDP2Engine(Engine):
             return gather_model(pipeline, found)
         return found if keep else None
 
+    def sharded_state(self, model: nn.Module) -> ShardedState | None:
+        require_values(model)
+        state, pipeline = plain_state_dict(model), self._pipelines.get(id(model))
+        is_whole = pipeline is None and not any(map(is_dtensor, state.values()))
+        if is_whole or not all(map(_is_plain, state.values())):
+            return None
+        first: dict[int, str] = {}
+        tied = {
+            plain_name(name): first.setdefault(id(p), plain_name(name))
+            for name, p in model.named_parameters(remove_duplicate=False)
+        }
+        aliases = {name: other for name, other in tied.items() if name in state and name != other}
+        if pipeline is not None:  # a stage may have the copy of a weight of another one
+            aliases = {**aliases, **pipeline.aliases}
+        return ShardedState(
+            names=list(state) if pipeline is None else pipeline.state_names,
+            aliases=aliases,
+            tensors={
+                name: ShardedTensor(
+                    dtype=value.dtype,
+                    shape=value.shape,
+                    is_sharded=is_dtensor(value),
+                    gather=partial(self._gather_for, value),
+                )
+                for name, value in state.items()
+                if name not in aliases
+            },
+            part=0 if pipeline is None else dist.get_rank(pipeline.group),
+        )
+
+    def _gather_for(self, value: torch.Tensor, rank: int) -> torch.Tensor | None:
+        keep = self._world.rank == rank
+        full = gather_full(value, keep=keep)
+        return full if keep else None
+
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
         pipeline = self._pipeline_of(optimizer)
         keep = self._world.rank == 0 if pipeline is None else has_rank_zero(pipeline.group)
@@ -794,3 +831,11 @@ def _repoint_optimizer(optimizer: Optimizer, replaced: Mapping[torch.Tensor, nn.
 def _owner(optimizer: Optimizer, parameter: torch.Tensor) -> int | None:
     """Return the rank that has the whole state of ``parameter``; None if each rank has its shard."""
     return optimizer.owner(parameter) if isinstance(optimizer, GatheredOptimizer) else None
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether ``value`` is a tensor or a DTensor of plain values; quantized weights are neither."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    own = value.to_local() if is_dtensor(value) else value.detach()
+    return type(own.detach()) is torch.Tensor

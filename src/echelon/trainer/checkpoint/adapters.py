@@ -35,6 +35,23 @@ class _Adapted(Protocol):
 
 
 @runtime_checkable
+class _Wrapper(Protocol):
+    """peft's ``PeftModel``."""
+
+    def get_base_model(self) -> nn.Module:
+        """Return the model that has the adapters."""
+        ...
+
+
+@runtime_checkable
+class _Embeds(Protocol):
+    """A language model of transformers."""
+
+    def get_input_embeddings(self) -> nn.Module | None: ...
+    def get_output_embeddings(self) -> nn.Module | None: ...
+
+
+@runtime_checkable
 class _Quantized(Protocol):
     """A transformers model that may be quantized."""
 
@@ -79,6 +96,17 @@ def trained_state(model: nn.Module, state: Mapping[str, Any], *, optimized: Coll
     } | _packed_weights(model)
     # Quantized weights have further entries, such as weight.absmax.
     return {name: value for name, value in state.items() if not left_out & {name, *_parents(name)}}
+
+
+def embedding_names(model: nn.Module) -> set[str]:
+    """Return the names of the weights of a language model's embeddings."""
+    base = model.get_base_model() if isinstance(model, _Wrapper) else model
+    if not isinstance(base, _Embeds):
+        return set()
+    found = (module for module in (base.get_input_embeddings(), base.get_output_embeddings()) if module is not None)
+    owned = {id(parameter) for module in found for parameter in module.parameters()}
+    named = plain_names(dict(model.named_parameters(remove_duplicate=False)))
+    return {name for name, parameter in named.items() if id(parameter) in owned}
 
 
 def warn_of_weights_outside(model: nn.Module, trained: Mapping[str, Any], folder: Path) -> bool:

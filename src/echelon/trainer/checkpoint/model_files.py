@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from echelon.accelerator import Accelerator
 from echelon.accelerator.checkpoint.folders import read_model_files
 from echelon.accelerator.models.save_objects import bare_module
 from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.models.weight_check import shortened
+from echelon.accelerator.process import first_rank_saves
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
@@ -23,6 +26,7 @@ from echelon.checkpoint.formats.torch_files import write_pickled
 from echelon.checkpoint.formats.weight_files import write_tensors
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.checkpoint.adapters import (
+    embedding_names,
     has_adapters,
     holds_adapters,
     load_adapted_model,
@@ -61,6 +65,11 @@ def write_model_files(
             session.is_warned_of_weights_outside = warn_of_weights_outside(model, trained_state(model, state), folder)
     else:
         write_state_tensors(args, session, state, folder / WEIGHTS_FILE)
+    _write_companions(args, folder, processing_class)
+
+
+def _write_companions(args: TrainingArguments, folder: Path, processing_class: Any) -> None:
+    """Write the tokenizer and the arguments."""
     if isinstance(processing_class, SavesItself):
         processing_class.save_pretrained(str(folder))
     if checkpoint_format(args) == "transformers":
@@ -69,6 +78,65 @@ def write_model_files(
         write_pickled(args, folder / transformers_format.ARGUMENTS)
     else:
         write_json(folder / ARGUMENTS_FILE, args.to_dict())
+
+
+def write_sharded_model_files(
+    args: TrainingArguments,
+    session: TrainerSession,
+    accelerator: Accelerator,
+    wrapped: nn.Module,
+    folder: Path,
+    processing_class: Any,
+) -> bool:
+    """Write the same files without gathering the model on any rank; return False if it must be gathered.
+
+    It must be if transformers would write other names or fewer weights than the model has. Of a model with adapters, rank zero
+    gathers what is trained.
+
+    Collective: call on every rank.
+    """
+    model: Any = bare_module(wrapped)
+    checkpoints, name = accelerator.checkpoints, f"save_model {folder}"
+    changes_names = saves_itself(model) and not has_adapters(model) and not _keeps_names(model)
+    state = checkpoints.sharded_state(wrapped, is_wanted=not changes_names)
+    if state is None:
+        return False
+    if has_adapters(model):
+        # peft also writes embeddings of another size than those of the base model.
+        wanted = {*trained_state(model, dict.fromkeys(state.names)), *embedding_names(model)}
+        tensors = checkpoints.gather_tensors(state, wrapped, wanted)
+        if tensors is None:
+            return False
+        with first_rank_saves(name, on_each_machine=False):
+            if args.should_save:
+                write_model_files(args, session, wrapped, tensors, folder, processing_class)
+        return True
+    with first_rank_saves(name, on_each_machine=False):
+        if args.should_save and saves_itself(model):
+            model.save_pretrained(str(folder), state_dict={})  # the config; the weights follow
+    if not checkpoints.write_sharded(state, wrapped, folder, max_shard_bytes=_MAX_SHARD_BYTES):
+        return False
+    with first_rank_saves(name, on_each_machine=False):
+        if args.should_save:
+            loaded = accelerator.session.masters.loaded_dtypes(model)
+            floats = (loaded.get(name, p.dtype) for name, p in model.named_parameters() if p.is_floating_point())
+            dtype = next(floats, None)
+            if dtype in (torch.bfloat16, torch.float16):
+                _note_dtype(folder / "config.json", dtype)
+            _write_companions(args, folder, processing_class)
+    return True
+
+
+def _keeps_names(model: Any) -> bool:
+    """Return whether ``model.save_pretrained`` writes the tensors of the state dict as they are, under their names."""
+    try:
+        loading = import_module("transformers.core_model_loading")
+    except ImportError:  # before version 5
+        return False
+    state = {name: torch.empty(value.shape, device="meta") for name, value in model.state_dict().items()}
+    written = loading.revert_weight_conversion(model, dict(state))
+    is_same = written.keys() == state.keys() and all(written[name] is value for name, value in state.items())
+    return is_same and not model._keys_to_ignore_on_save
 
 
 def _note_dtype(config: Path, dtype: torch.dtype) -> None:
@@ -111,6 +179,9 @@ def write_state_tensors(args: TrainingArguments, session: TrainerSession, state:
             )
         )
     write_tensors(tensors, path)
+
+
+_MAX_SHARD_BYTES = 5_000_000_000  # so that several ranks write a large model
 
 
 class _Loaded(NamedTuple):
