@@ -15,13 +15,18 @@ from echelon.plan.fake_run import tensors_in
 
 
 def model_facts(
-    model: nn.Module, units: Iterable[str], fakes: Mapping[int, nn.Parameter], optimizer: Optimizer
+    model: nn.Module,
+    units: Iterable[str],
+    fakes: Mapping[int, nn.Parameter],
+    optimizer: Optimizer,
+    twins: Mapping[int, nn.Parameter],
 ) -> ModelFacts:
     """Return the facts of ``model`` as it was loaded.
 
     Args:
         units: names of the modules that ``fully_shard`` shards as one.
-        fakes: the parameters that ``optimizer`` has stepped, by the id of those of ``model``.
+        fakes: the parameters that ``optimizer`` holds, by the id of those of ``model``.
+        twins: the parameters whose states stand for those of others, by the id of these.
     """
     ordered = [name for name, _module in model.named_modules() if name in {*units}]
     names: dict[int, list[str]] = {}
@@ -41,7 +46,7 @@ def model_facts(
                 tensor=_tensor_facts(parameter),
                 is_trainable=parameter.requires_grad,
                 unit=max((one for one in ordered if first.startswith(f"{one}.")), key=len, default=""),
-                state=tuple(map(_tensor_facts, tensors_in(optimizer.state.get(fake, {})))),
+                state=tuple(map(_tensor_facts, tensors_in(optimizer.state.get(twins.get(id(fake), fake), {})))),
                 other_names=tuple(others),
                 group=groups.get(id(fake)),
                 is_shardable=key not in whole,

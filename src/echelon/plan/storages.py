@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,11 +29,15 @@ class Operator:
 
 
 @dataclass(slots=True)
-class _Storage:
+class Storage:
+    """The memory of a tensor and of its views."""
+
     num_bytes: int
     made: int  # number of the operator that made it
     freed: int | None = None  # number of the first operator that ran without it
     kind: str = "temporaries"  # a field of Moment, or "" for what is not counted
+    away_from: int | None = None  # number of the operator after which it is in host memory
+    away_until: int | None = None  # number of the first operator for which it is back
 
 
 class StorageLedger:
@@ -41,9 +45,9 @@ class StorageLedger:
 
     def __init__(self, outside: Iterable[torch.Tensor]) -> None:
         self.operators: list[Operator] = []
-        self._living: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Storage]] = {}
-        self._all: list[_Storage] = []
-        self._num_forward = 0
+        self._living: dict[int, tuple[weakref.ref[torch.UntypedStorage], Storage]] = {}
+        self.storages: list[Storage] = []
+        self._away: dict[int, list[tuple[Storage, Storage]]] = {}
         for tensor in outside:
             self.exclude(tensor)
 
@@ -60,7 +64,6 @@ class StorageLedger:
 
     def end_forward(self) -> None:
         """Note that the storages that are alive are what the backward pass reads."""
-        self._num_forward = len(self.operators)
         for _reference, storage in self._living.values():
             if storage.kind == "temporaries":
                 storage.kind = "activations"
@@ -71,41 +74,67 @@ class StorageLedger:
             if tensor.layout == torch.strided:
                 self._follow(tensor).kind = kind
 
-    def _follow(self, tensor: torch.Tensor) -> _Storage:
+    def _follow(self, tensor: torch.Tensor) -> Storage:
         # Python keeps one object for a storage as long as the storage exists.
         memory = tensor.untyped_storage()
         key = id(memory)
         if key in self._living:
             return self._living[key][1]
-        storage = _Storage(rounded(memory.nbytes()), len(self.operators) - 1)
+        storage = Storage(rounded(memory.nbytes()), len(self.operators) - 1)
 
         def free(_reference: object) -> None:
             storage.freed = len(self.operators)
             self._living.pop(key, None)
 
         self._living[key] = weakref.ref(memory, free), storage
-        self._all.append(storage)
+        self.storages.append(storage)
         return storage
 
-    def moments(self) -> Iterator[Moment]:
-        """Yield the live bytes while each operator ran."""
-        count = len(self.operators)
-        changes: list[dict[str, int]] = [{} for _ in range(count + 1)]
-        for one in self._all:
-            if one.kind and one.num_bytes:
-                for at, sign in ((max(one.made, 0), 1), (count if one.freed is None else one.freed, -1)):
-                    changes[at][one.kind] = changes[at].get(one.kind, 0) + sign * one.num_bytes
-        now = dict.fromkeys(("activations", "temporaries", "gradients", "offloaded", "weight_copies"), 0)
-        for operator, change in zip(self.operators, changes, strict=False):
-            for kind, num_bytes in change.items():
-                now[kind] += num_bytes
-            yield Moment(
-                phase=operator.phase,
-                unit=operator.unit,
-                line=operator.line,
-                activations=now["activations"],
-                temporaries=now["temporaries"] + operator.inside,
-                gradients=now["gradients"],
-                offloaded=now["offloaded"],
-                weight_copies=now["weight_copies"],
-            )
+    def move_away(self, block: object, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that ``block``, which has just run, keeps these tensors in host memory until its backward pass."""
+        for tensor in tensors:
+            storage = self._follow(tensor)
+            if storage.kind:
+                storage.away_from = len(self.operators) - 1
+                copy = Storage(storage.num_bytes, len(self.operators) - 1, kind="offloaded")
+                self.storages.append(copy)
+                self._away.setdefault(id(block), []).append((storage, copy))
+
+    def bring_back(self, block: object) -> None:
+        """Note that the backward pass of ``block`` begins."""
+        for storage, copy in self._away.pop(id(block), ()):
+            storage.away_until = copy.freed = len(self.operators)
+
+
+def moments_of(operators: Sequence[Operator], storages: Iterable[Storage]) -> Iterator[Moment]:
+    """Yield the live bytes while each operator ran."""
+    count = len(operators)
+    changes: list[dict[str, int]] = [{} for _ in range(count + 1)]
+    for one in storages:
+        if one.kind and one.num_bytes:
+            for at, sign in _times(one, count):
+                changes[at][one.kind] = changes[at].get(one.kind, 0) + sign * one.num_bytes
+    now = dict.fromkeys(("activations", "temporaries", "gradients", "offloaded", "weight_copies"), 0)
+    for operator, change in zip(operators, changes, strict=False):
+        for kind, num_bytes in change.items():
+            now[kind] += num_bytes
+        yield Moment(
+            phase=operator.phase,
+            unit=operator.unit,
+            line=operator.line,
+            activations=now["activations"],
+            temporaries=now["temporaries"] + operator.inside,
+            gradients=now["gradients"],
+            offloaded=now["offloaded"],
+            weight_copies=now["weight_copies"],
+        )
+
+
+def _times(storage: Storage, count: int) -> Iterator[tuple[int, int]]:
+    """Yield when a storage comes (1) to the memory that holds it, and when it goes (-1), as numbers of operators."""
+    end = count if storage.freed is None else storage.freed
+    yield max(storage.made, 0), 1
+    if storage.away_from is not None and storage.away_until is not None and storage.away_until <= end:
+        yield storage.away_from + 1, -1
+        yield storage.away_until, 1
+    yield end, -1

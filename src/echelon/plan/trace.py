@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
@@ -23,11 +24,12 @@ from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.fsdp.wrap_policy import modules_to_shard
 from echelon.engines.random_numbers import restore_states, save_states
 from echelon.plan.cuda_operators import run_as_on_cuda
-from echelon.plan.facts import ModelFacts, Phase, StepSettings, StepTrace
+from echelon.plan.facts import ModelFacts, Moment, Phase, StepSettings, StepTrace
 from echelon.plan.fake_copy import fake_model, fake_optimizer
 from echelon.plan.fake_run import FakeRun, fake_like, fake_mode, tensors_in
 from echelon.plan.model_facts import model_facts
-from echelon.plan.storages import Operator, StorageLedger
+from echelon.plan.repeated_blocks import NotPeriodicError, RepeatedBlocks, repeat_blocks, repeat_sums, repeated_blocks
+from echelon.plan.storages import Operator, StorageLedger, moments_of
 from echelon.precision.policy import PrecisionPolicy
 
 Device = Literal["cuda", "cpu"]
@@ -77,6 +79,25 @@ def trace_step(
         ConfigError: the activation checkpointing mode does not fit the model.
         UsageError: the model or the optimizer cannot be copied.
     """
+    try:
+        return _trace(model, optimizer, compute_loss, batch, settings, sharding, blocks, adapt, device, is_short=True)
+    except NotPeriodicError:
+        return _trace(model, optimizer, compute_loss, batch, settings, sharding, blocks, adapt, device, is_short=False)
+
+
+def _trace(
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
+    compute_loss: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Any,
+    settings: StepSettings,
+    sharding: ShardingOptions | None,
+    blocks: tuple[str, ...],
+    adapt: Callable[[nn.Module, StepSettings], None] | None,
+    device: Device,
+    *,
+    is_short: bool,
+) -> tuple[ModelFacts, StepTrace]:
     mode = fake_mode()
     masters = settings.mixed_precision != "no" and settings.master_weights == "float32"
     copied, fakes = fake_model(model, mode, masters=masters)
@@ -85,36 +106,41 @@ def trace_step(
     batch = map_tensors(lambda one: _without_memory(one, mode), batch)
     if adapt is not None:
         adapt(copied, settings)
-    units = {
-        module: name
-        for module in modules_to_shard(copied, sharding or ShardingOptions())
-        for name, other in copied.named_modules()
-        if other is module
-    }
+    names = {module: name for name, module in copied.named_modules()}
+    units = {module: names[module] for module in modules_to_shard(copied, sharding or ShardingOptions())}
+    # Blocks that differ are all traced; so are those of a layout whose blocks are not units.
+    repeated = [one for one in repeated_blocks(copied) if is_short and units.keys() >= {*one.blocks}]
+    for one in repeated:
+        one.shorten()
+
     recorder = TracedStep(copied, units, device=device)
-    recomputed = []
     if settings.activation_checkpointing != "none":
         where = "activation_checkpointing"
         recomputed = blocks_of(copied, blocks, where=where)
         for block in recomputed:
-            recorder.watch(block)
-        checkpoint_activations(recomputed, settings.activation_checkpointing, where=where)
+            recorder.watch(block, offloads=settings.activation_checkpointing == "offload")
+        # On the CPU, where fake tensors are, nothing is moved: the recorder knows what would be.
+        mode_on_cpu = "full" if settings.activation_checkpointing == "offload" else settings.activation_checkpointing
+        checkpoint_activations(recomputed, mode_on_cpu, where=where)
     PrecisionPolicy(mode=settings.mixed_precision, device_type="cpu").wrap_forward(copied)  # type: ignore[arg-type]
+
     recorder.exclude(tensors_in(batch))
-    if settings.activation_checkpointing == "offload":
-        recorder.offload_inputs(recomputed)
     states = save_states(torch.device("cpu"))
     try:
         with FakeRun(mode, recorder.observe), recorder:
             compute_loss(copied, batch).backward()  # type: ignore[no-untyped-call]
             recorder.name_gradients()
-            with recorder.phase_of("optimizer", f"{type(stepping).__name__}.step"):
-                stepping.step()
+            recorder.run_optimizer(stepping)
+            if repeated:  # again, with its states
+                recorder.run_optimizer(stepping)
+            for one in repeated:
+                recorder.run_optimizer(stepping, without=one.blocks[2])
             recorder.name_states(stepping)
     finally:
         restore_states(torch.device("cpu"), states)
-    facts = model_facts(model, units.values(), fakes, stepping)
-    return facts, recorder.trace(settings, batch)
+    twins = {id(new): old for one in repeated for old, new in one.twins()}
+    facts = model_facts(model, units.values(), fakes, stepping, twins)
+    return facts, recorder.trace(settings, batch, repeated)
 
 
 def _without_memory(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
@@ -139,7 +165,8 @@ class TracedStep(TorchFunctionMode):
         self._line = ""  # of the function that runs
         self._node = ("", "")  # line and unit of the backward pass's node that runs
         self._units: list[str] = []
-        self._saved_inputs: list[tuple[str, torch.Tensor, int]] = []
+        self._optimizer_steps: list[range] = []
+        self._optimizer_bytes: list[int] = []
         self._depth = 0
         for module in model.modules():
             module.register_forward_pre_hook(partial(self._enter, units.get(module)))
@@ -164,6 +191,8 @@ class TracedStep(TorchFunctionMode):
 
     def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record an operator that has just run. (For ``FakeRun``.)"""
+        if func.namespace == "prim" or func.overloadpacket.__name__ == "_local_scalar_dense":  # answers for Python
+            return
         name, line, unit = func.overloadpacket.__name__, self._line or self._node[0], self._unit()
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
         kind = "temporaries"
@@ -174,8 +203,11 @@ class TracedStep(TorchFunctionMode):
             operator.inside = 4 * inputs[1].numel()  # the gradient of the queries is summed in float32
         self.ledger.record(operator, outputs, kind=kind)
         self.flops[unit] += _flops(func, args, kwargs, result)
-        if not func.is_view:
-            self.bytes_moved[unit] += sum(one.numel() * one.element_size() for one in (*inputs, *outputs))
+        num_bytes = 0 if func.is_view else sum(one.numel() * one.element_size() for one in (*inputs, *outputs))
+        if self._phase == "optimizer":
+            self._optimizer_bytes[-1] += num_bytes
+        else:
+            self.bytes_moved[unit] += num_bytes
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> None:
         self._label(args[:1] or kwargs.get("tensors"))
@@ -213,16 +245,24 @@ class TracedStep(TorchFunctionMode):
 
     # ---- units -------------------------------------------------------------------------------------------------------
 
-    def watch(self, block: nn.Module) -> None:
-        """See the functions that the forward pass of ``block`` calls, also when it is recomputed. Call before it is wrapped."""
-        block.forward = partial(self._watched, block.forward)
+    def watch(self, block: nn.Module, *, offloads: bool) -> None:
+        """See the functions that the forward pass of ``block`` calls, also when it is recomputed. Call before it is wrapped.
 
-    def _watched(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        Args:
+            offloads: whether the block's positional arguments are kept on the CPU, as ``offload`` does on an accelerator.
+        """
+        block.forward = partial(self._watched, block.forward, block if offloads else None)
+
+    def _watched(self, forward: Callable[..., Any], offloading: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
+        if offloading is not None and self._phase == "backward":
+            self.ledger.bring_back(offloading)
         self._resume()
         try:
             return forward(*args, **kwargs)
         finally:
             self._pause()
+            if offloading is not None and self._phase == "forward":
+                self.ledger.move_away(offloading, tensors_in(args))
 
     def _resume(self) -> None:
         """In a backward pass, torch has left this mode: enter it for the modules that are recomputed."""
@@ -269,21 +309,61 @@ class TracedStep(TorchFunctionMode):
         """Do not count what the optimizer keeps."""
         self.exclude(one for state in optimizer.state.values() for one in tensors_in(state))
 
-    def offload_inputs(self, blocks: Iterable[nn.Module]) -> None:
-        raise NotImplementedError
+    def run_optimizer(self, optimizer: Optimizer, *, without: nn.Module | None = None) -> None:
+        """Step ``optimizer``, which has its states from the first call on, ``without`` the parameters of a module."""
+        held = [] if without is None else [(p, p.grad) for p in without.parameters()]
+        for parameter, _gradient in held:
+            parameter.grad = None
+        start = len(self.ledger.operators)
+        self._optimizer_bytes.append(0)
+        with self.phase_of("optimizer", f"{type(optimizer).__name__}.step"):
+            optimizer.step()
+        for parameter, gradient in held:
+            parameter.grad = gradient
+        self._optimizer_steps.append(range(start, len(self.ledger.operators)))
 
-    def trace(self, settings: StepSettings, batch: Any) -> StepTrace:
+    def _moments(self, repeated: list[RepeatedBlocks]) -> list[Moment]:
+        """Return the moments of a whole step, with the blocks that were left out."""
+        operators, storages = self.ledger.operators, self.ledger.storages
+        for one in repeated:
+            operators, storages = repeat_blocks(operators, storages, one)
+        moments = list(moments_of(operators, storages))
+        if not repeated:
+            return moments
+        added = len(moments) - len(self.ledger.operators)
+        _first, whole, *others = (moments[one.start + added : one.stop + added] for one in self._optimizer_steps)
+        step = whole
+        for one, less in zip(repeated, others, strict=True):
+            # Of operators on the lists of all parameters: each block adds what the step without one block lacks.
+            if len(less) == len(whole):
+                missing = [full.temporaries - other.temporaries for full, other in zip(whole, less, strict=True)]
+                added_by = [len(one.left_out) * change for change in missing]
+                step = [replace(m, temporaries=m.temporaries + more) for m, more in zip(step, added_by, strict=True)]
+        return moments[: self._optimizer_steps[0].start + added] + step
+
+    def _sums(self, repeated: list[RepeatedBlocks]) -> list[dict[str, Any]]:
+        """Return what is kept by unit: operations, bytes moved, bytes of outputs and of attention."""
+        sums: list[dict[str, Any]] = [dict(self.flops), dict(self.bytes_moved), self.outputs, self.attention]
+        for one in repeated:
+            sums = [repeat_sums(found, one) for found in sums]
+        step, *others = self._optimizer_bytes[1:] if repeated else self._optimizer_bytes
+        left_out = (len(one.left_out) * (step - less) for one, less in zip(repeated, others, strict=True))
+        sums[1][""] = sums[1].get("", 0) + step + sum(left_out)
+        return sums
+
+    def trace(self, settings: StepSettings, batch: Any, repeated: list[RepeatedBlocks]) -> StepTrace:
         """Return what was seen."""
         tensors = list(tensors_in(batch))
+        flops, bytes_moved, outputs, attention = self._sums(repeated)
         return StepTrace(
             settings=settings,
-            moments=tuple(self.ledger.moments()),
-            flops=dict(self.flops),
-            bytes_moved=dict(self.bytes_moved),
+            moments=tuple(self._moments(repeated)),
+            flops=flops,
+            bytes_moved=bytes_moved,
             batch_bytes=sum(one.untyped_storage().nbytes() for one in tensors),
             tokens=max((one.numel() for one in tensors if not one.is_floating_point()), default=settings.micro_batch),
-            outputs=self.outputs,
-            attention=self.attention,
+            outputs=outputs,
+            attention=attention,
             notes=_NOTES if self._device == "cuda" else (),
         )
 

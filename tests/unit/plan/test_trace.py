@@ -47,7 +47,7 @@ def measured(model: nn.Module, optimizer: Any, compute_loss: Callable[..., Any],
     compute_loss(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
-    tensors = list(batch.values()) if isinstance(batch, dict) else list(batch)
+    tensors = [one for one in batch.values() if isinstance(one, torch.Tensor)]
     states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     with Counter([*model.parameters(), *model.buffers(), *states, *tensors]) as counter:
         loss = compute_loss(model, batch)
@@ -130,3 +130,65 @@ def test_the_model_and_the_random_numbers_are_left_alone() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
     assert not optimizer.state
+
+
+class Block(nn.Module):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.inner, self.outer, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
+        self.scale = scale
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.scale * self.outer(torch.nn.functional.gelu(self.inner(self.norm(hidden))))
+
+
+class Deep(nn.Module):
+    """Ten blocks that look equal; with ``odd``, they are not."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self, *, odd: str = "") -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(100, 32), nn.Linear(32, 100)
+        self.blocks = nn.ModuleList(Block(2.0 if odd == "setting" and n % 2 else 1.0) for n in range(10))
+        self.odd = odd
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden, kept = self.embed(ids), []
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden)
+            kept.append(hidden * 2)  # until the end of the forward pass, as a cache of keys
+            if self.odd == "loop" and number % 2:
+                hidden = hidden.exp()
+        return self.head(hidden)
+
+
+def _short_and_whole(model: nn.Module, settings: StepSettings, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    optimizer, batch = torch.optim.AdamW(model.parameters()), net_batch()
+    short = trace_step(model, optimizer, net_loss, batch, settings)
+    monkeypatch.setattr("echelon.plan.repeated_blocks._FEWEST", 99)
+    return short, trace_step(model, optimizer, net_loss, batch, settings)
+
+
+@pytest.mark.parametrize(
+    "mode", ["full", "offload", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "selective"))]
+)
+def test_repeated_blocks_take_the_memory_of_traced_ones(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = StepSettings(8, "bf16", activation_checkpointing=mode)
+    (facts, trace), (all_facts, whole) = _short_and_whole(Deep(), settings, monkeypatch)
+    assert facts == all_facts
+    assert len(facts.units) == 10
+    num_steps = sum(one.phase != "optimizer" for one in whole.moments)
+    assert len(trace.moments) < len(whole.moments)  # without the operators that make the optimizer's states
+    assert trace.moments[:num_steps] == whole.moments[:num_steps]
+    assert [trace.flops, trace.outputs] == [whole.flops, whole.outputs]
+    peaks = [max(one.temporaries for one in t.moments if one.phase == "optimizer") for t in (trace, whole)]
+    assert peaks[0] == peaks[1]
+    if mode == "offload":
+        assert max(one.offloaded for one in trace.moments) == 10 * 8 * 50 * 32 * 4
+
+
+@pytest.mark.parametrize("odd", ["setting", "loop"])
+def test_blocks_that_differ_are_all_traced(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, trace), (_, whole) = _short_and_whole(Deep(odd=odd), StepSettings(8), monkeypatch)
+    assert trace.moments == whole.moments
