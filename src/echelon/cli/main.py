@@ -26,6 +26,10 @@ _COMMANDS = {
     "config": ("echelon.cli.config", N_("Create, show, convert and compare settings, with the origin of each value.")),
     "doctor": ("echelon.cli.doctor", N_("Show why a run stalled or failed: the stack and errors of each rank.")),
     "env": ("echelon.cli.env", N_("Show versions, platform and devices, for bug reports.")),
+    "estimate-memory": (
+        "echelon.cli.estimate_memory",
+        N_("Print the size of a model's weights in several dtypes, with accelerate's options."),
+    ),
     "launch": ("echelon.cli.launch", N_("Run a script in one or more processes, on one or more machines.")),
     "merge-weights": (
         "echelon.cli.merge_weights",
@@ -37,6 +41,10 @@ _COMMANDS = {
     "test": (
         "echelon.cli.test",
         N_("Train a small model with multiple processes and compare the result with that of a single process."),
+    ),
+    "to-fsdp2": (
+        "echelon.cli.to_fsdp2",
+        N_("Convert the FSDP settings of a config file from version 1 to 2, with accelerate's options."),
     ),
     "token": ("echelon.cli.job_token", N_("Create the secret shared by the machines in a run.")),
     "tune": ("echelon.cli.tune", N_("Find the fastest settings for a script on this machine.")),
