@@ -116,7 +116,7 @@ def _refusals(model: ModelFacts, layout: ParallelLayout, cluster: Cluster) -> It
         yield _("the axis {axis} needs the fsdp2 engine", axis=others[0])
     if layout.cpu_offload and layout.engine not in ("fsdp2", "deepspeed"):
         yield _("CPU offload needs the fsdp2 or the deepspeed engine")
-    if layout.engine == "zero1" and layout.world > 1:
+    if layout.engine == "zero1":
         masters = has_masters(model, layout)
         dtypes = {stored_dtype(p, masters=masters) for p in model.parameters if p.group is not None}
         if len(dtypes) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from echelon.plan.facts import ParallelLayout, StepSettings
+from echelon.base.errors import UsageError
+from echelon.plan.facts import Cluster, ParallelLayout, StepSettings
 from echelon.plan.holdings import RankClass, fullest_rank, held_bytes, holdings
-from tests.harness import run_on_ranks
+from echelon.plan.layouts import refusal
+from tests.harness import errors_on_ranks, run_on_ranks
 from tests.plan_models import Drawn, draw, facts_of
 
 QUICK = (0, 3, 5, 12)
@@ -38,7 +41,7 @@ def _layout(drawn: Drawn) -> ParallelLayout:
 def _held(seed: int, max_world_size: int) -> dict[str, int]:
     """Train one update; return the bytes of the storages of this rank by category."""
     drawn = draw(seed, max_world_size=max_world_size)
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"engine": drawn.engine}
     if drawn.engine == "fsdp2":
         settings["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2, reshard_after_forward=drawn.stage == 3, cpu_offload=drawn.cpu_offload
@@ -47,8 +50,6 @@ def _held(seed: int, max_world_size: int) -> dict[str, int]:
             settings["parallelism_config"] = ParallelismConfig(
                 dp_replicate_size=drawn.replicas, dp_shard_size=drawn.world_size // drawn.replicas
             )
-    else:
-        settings["engine"] = drawn.engine
     accelerator = Accelerator(
         cpu=True,
         mixed_precision=drawn.mixed_precision,
@@ -57,7 +58,9 @@ def _held(seed: int, max_world_size: int) -> dict[str, int]:
         **settings,
     )
     model, optimizer = drawn.build()
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with warnings.catch_warnings():  # of weights in low precision, which some configurations ask for
+        warnings.simplefilter("ignore")
+        model, optimizer = accelerator.prepare(model, optimizer)
     buckets: list[int] = []
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(buckets, _count_bucket)
@@ -101,9 +104,12 @@ def _storages(tensors: Iterable[torch.Tensor]) -> int:
 
 def _compare(seed: int, max_world_size: int) -> None:
     drawn = draw(seed, max_world_size=max_world_size)
-    found = run_on_ranks(_held, seed, max_world_size, world_size=drawn.world_size, timeout=120)
     model, optimizer = drawn.build()
     facts, layout = facts_of(model, optimizer), _layout(drawn)
+    if refusal(facts, layout, Cluster(drawn.world_size, 1, gpu_memory=2**30)):
+        errors_on_ranks(UsageError, _held, seed, max_world_size, world_size=drawn.world_size)
+        return
+    found = run_on_ranks(_held, seed, max_world_size, world_size=drawn.world_size, timeout=120)
     expected = []
     for rank in range(drawn.world_size):
         index = rank % layout.dp_shard if drawn.engine == "fsdp2" else rank
