@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from echelon.engines.quantized_weights import unshardable_parameters, wrapped_tensors
 from echelon.plan.facts import ModelFacts, ParameterFacts, TensorFacts
 from echelon.plan.fake_run import tensors_in
+from echelon.plan.parallel_facts import add_parallel_facts
 
 
 def model_facts(
@@ -52,12 +53,13 @@ def model_facts(
                 is_shardable=key not in whole,
             )
         )
-    return ModelFacts(
+    facts = ModelFacts(
         parameters=tuple(found),
         buffers=tuple(map(_tensor_facts, model.buffers())),
         units=tuple(ordered),
         class_name=type(model).__name__,
     )
+    return add_parallel_facts(model, facts)
 
 
 def _tensor_facts(tensor: torch.Tensor) -> TensorFacts:

@@ -87,7 +87,7 @@ def cut_model(model: nn.Module, num_stages: int, *, stages: Sequence[Sequence[st
     Raises:
         ConfigError: the model cannot be cut by rule, or ``stages`` does not name each parameter's module once.
     """
-    kind, pieces = _pieces(model)
+    kind, pieces = pieces_of(model)
     if stages is None or isinstance(stages, str):
         if stages not in (None, "parameters", "layers"):
             raise ConfigError(
@@ -133,7 +133,7 @@ def cut_before(model: nn.Module, points: Sequence[str], *, num_stages: int) -> S
     Raises:
         ConfigError: there is no rule for the model, or ``points`` are not beginnings of ``num_stages`` stages in their order.
     """
-    kind, pieces = _pieces(model)
+    kind, pieces = pieces_of(model)
     starts = [next((n for n, names in enumerate(pieces) if point in names), -1) for point in points]
     bounds = [0, *starts, len(pieces)]
     if len(points) + 1 != num_stages or any(a >= b for a, b in pairwise(bounds)):
@@ -153,7 +153,7 @@ def _size(module: nn.Module, by_layers: bool) -> int:
     return 1 if by_layers else 1 + sum(p.numel() for p in module.parameters())
 
 
-def _pieces(model: nn.Module) -> tuple[str, list[tuple[str, ...]]]:
+def pieces_of(model: nn.Module) -> tuple[str, list[tuple[str, ...]]]:
     """Return the kind of ``model`` and the names of the modules that a stage can begin with, each with those that must follow it."""
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return "sequential", [(name,) for name, _ in model.named_children()]

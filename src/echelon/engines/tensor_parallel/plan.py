@@ -53,7 +53,7 @@ def resolve_plan(
     found: dict[str, tuple[nn.Module, Any]] = {}
     for plan, is_given in ((own, False), (given, True)):
         for pattern, style in plan.items():
-            matched = [name for name in modules if _matches(name, pattern)]
+            matched = [name for name in modules if matches_pattern(name, pattern)]
             if not matched:
                 _check_unmatched(model, pattern, style, is_strict=is_given)
             for name in matched:
@@ -114,7 +114,8 @@ def model_plan(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches_pattern(name: str, pattern: str) -> bool:
+    """Return whether a pattern of a plan matches the name of a module."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -124,7 +125,7 @@ def _check_unmatched(model: nn.Module, pattern: str, style: Any, *, is_strict: b
     configuration lacks.
     """
     names = [plain_name(name) for name, _ in model.named_parameters()]
-    parameter = next((name for name in names if _matches(name, pattern)), None)
+    parameter = next((name for name in names if matches_pattern(name, pattern)), None)
     if parameter is not None:
         raise _refused(parameter, style)
     if not is_strict:
@@ -196,7 +197,7 @@ def _check_heads(model: nn.Module, split: Mapping[str, Any], parts: _Parts) -> N
     """Raise ConfigError if attention projections are split, and the numbers of heads in the model's config do not allow it."""
     if not any(name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS for name in split):
         return
-    for config in _configs(model):
+    for config in model_configs(model):
         for attribute in ("num_key_value_heads", "num_attention_heads"):
             num_heads = getattr(config, attribute, None)
             if isinstance(num_heads, int) and num_heads % parts.count:
@@ -207,7 +208,7 @@ def _check_heads(model: nn.Module, split: Mapping[str, Any], parts: _Parts) -> N
                 )
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
+def model_configs(model: nn.Module) -> Iterator[Any]:
     """Yield the settings of transformers' models in ``model``; those of models with several parts are in their text part."""
     for module in model.modules():
         config = getattr(module, "config", None)
