@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from echelon._version import __version__
@@ -16,7 +17,7 @@ from echelon.base.errors import CheckpointError
 from echelon.checkpoint import storage, typed_json
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.object_store import MANIFEST as MANIFEST, Location
-from echelon.checkpoint.regions import Chunk, ChunkBounds, TensorLayout, uncovered
+from echelon.checkpoint.regions import ChunkBounds, ChunkTable, TensorLayout, uncovered
 from echelon.checkpoint.tensor_file import FileFacts, itemsize
 
 VERSION = 1
@@ -27,7 +28,10 @@ _FORMAT = "echelon checkpoint"
 _HEAD = b'{"xxh3_128":"%s","manifest":'
 _TAIL = b"}\n"
 _TENSORS = b',"tensors":'
+# A tensor as ``encode_layouts`` writes it.
+_TENSOR = re.compile(rb'("(?:[^"\\]|\\.)*"):\{"dtype":"(\w+)","shape":\[([\d,]*)\],"chunks":(\[[\[\]\d,]*\])\}')
 _PART = re.compile(r"manifest\.json|objects\.json|rank_\d{5,7}\.(safetensors|json)")
+_TENSOR_FILE = re.compile(r"rank_(\d{5,7})\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 
@@ -66,7 +70,7 @@ def encode_layouts(layouts: Mapping[str, TensorLayout]) -> bytes:
             name: {
                 "dtype": layout.dtype,
                 "shape": layout.shape,
-                "chunks": [[chunk.rank, chunk.box.offset, chunk.box.lengths] for chunk in layout.chunks],
+                "chunks": [*layout.chunks.rows()],
             }
         }
         for name, layout in sorted(layouts.items())
@@ -129,6 +133,12 @@ def tensors_file(rank: int) -> str:
     return f"rank_{rank:05}.safetensors"
 
 
+def rank_of_tensors_file(name: str) -> int | None:
+    """Return the rank that writes the tensor file ``name``; None if it is another file."""
+    match = _TENSOR_FILE.fullmatch(name)
+    return int(match[1]) if match and tensors_file(int(match[1])) == name else None
+
+
 def rank_objects_file(rank: int) -> str:
     """Return the name of the object file that ``rank`` writes."""
     return f"rank_{rank:05}.json"
@@ -187,7 +197,9 @@ def _body_of(text: bytes, path: Location) -> bytes:
 
 
 def _parse(text: bytes, path: Location) -> Manifest:
-    content = typed_json.from_bytes(_body_of(text, path), source=str(path))
+    body = _body_of(text, path)
+    rest, entries = _split_tensors(body)
+    content = typed_json.from_bytes(rest, source=str(path))
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _damaged(path, f"it is not an {_FORMAT}")
     if content.get("version") != VERSION:
@@ -198,7 +210,11 @@ def _parse(text: bytes, path: Location) -> Manifest:
         )
     try:
         files = {name: _facts(name, facts) for name, facts in content["files"].items()}
-        tensors = {name: _layout(name, entry, files) for name, entry in content["tensors"].items()}
+        sizes = _TensorFileSizes(files)
+        if content["tensors"]:  # written by another program, in another form
+            entries = [_entry_of(name, entry) for name, entry in content["tensors"].items()]
+        tensors = {name: _layout(name, dtype, shape, table, sizes) for name, dtype, shape, table in entries}
+        _require(len(tensors) == len(entries), "a tensor that occurs twice")
         manifest = Manifest(
             token=content["token"],
             created=_text(content["created"]),
@@ -227,20 +243,83 @@ def _facts(name: str, entry: Any) -> FileFacts:
     return FileFacts(size, checksum)
 
 
-def _layout(name: str, entry: Any, files: Mapping[str, FileFacts]) -> TensorLayout:
+_Entry = tuple[str, str, tuple[int, ...], ChunkTable]
+"""A tensor's name, dtype, shape and chunks."""
+
+
+def _split_tensors(body: bytes) -> tuple[bytes, list[_Entry]]:
+    """Return a manifest without its tensors, and the tensors; all of it and no tensors if another program wrote it in another form.
+
+    Parsed as JSON, the chunks of thousands of ranks would take a minute, and gigabytes.
+    """
+    head, _, tail = body.partition(_TENSORS + b"{")
+    entries, position = [], 0
+    try:
+        json.loads(head + b"}")  # else this is a key in the settings
+        while (match := _TENSOR.match(tail, position)) is not None:
+            entries.append(_entry_in(*match.groups()))
+            position = match.end() + (tail[match.end() : match.end() + 1] == b",")
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return body, []  # what is wrong with it is found by reading all of it
+    if not entries or tail[position - 1 : position] == b"," or tail[position : position + 1] != b"}":
+        return body, []
+    return head + _TENSORS + b"{" + tail[position:], entries
+
+
+def _entry_in(name: bytes, dtype: bytes, shape: bytes, chunks: bytes) -> _Entry:
+    """Return a tensor, given its parts in the manifest. Raise ValueError if they are not as ``encode_layouts`` writes them."""
+    sizes = _sizes(json.loads(b"[%s]" % shape))
+    if not sizes or chunks == b"[]":
+        _, _, _, table = _entry_of("", {"dtype": "", "shape": list(sizes), "chunks": json.loads(chunks)})
+        return json.loads(name), dtype.decode(), sizes, table
+    commas = b"," * (len(sizes) - 1)
+    one = b"[,[%s],[%s]]" % (commas, commas)
+    brackets = chunks.translate(None, b"0123456789")
+    num_chunks = len(brackets) // (len(one) + 1)
+    if brackets != b"[%s]" % b",".join([one] * num_chunks):
+        raise ValueError("the chunks are not in their usual form")
+    numbers = chunks.translate(None, b"[]").split(b",")
+    rows = np.fromiter(map(int, numbers), np.int64, len(numbers)).reshape(num_chunks, 1 + 2 * len(sizes))
+    if (rows >= 1 << 62).any():
+        raise ValueError("a number is too large")
+    return json.loads(name), dtype.decode(), sizes, ChunkTable(rows)
+
+
+def _entry_of(name: str, entry: Any) -> _Entry:
     dtype, shape = _text(entry["dtype"]), _sizes(entry["shape"])
-    chunks = []
+    rows = []
     for rank, offset, lengths in entry["chunks"]:
-        box = ChunkBounds(_sizes(offset), _sizes(lengths))
-        _require(type(rank) is int and tensors_file(rank) in files, f"the rank {rank!r} of {name}")
-        _require(len(box.offset) == len(box.lengths) == len(shape), f"a chunk of {name}")
-        _require(box.volume * itemsize(dtype) <= files[tensors_file(rank)].size, f"the size of {name}")
-        chunks.append(Chunk(rank, box))
-    layout = TensorLayout(dtype, shape, tuple(chunks))
+        row = _sizes([rank, *_sizes(offset), *_sizes(lengths)])
+        _require(len(offset) == len(lengths) == len(shape), f"a chunk of {name}")
+        rows.append(row)
+    return name, dtype, shape, ChunkTable(np.array(rows, np.int64).reshape(len(rows), 1 + 2 * len(shape)))
+
+
+class _TensorFileSizes:
+    """The size of each rank's tensor file; -1 without one."""
+
+    def __init__(self, files: Mapping[str, FileFacts]) -> None:
+        found = {rank: facts.size for name, facts in files.items() if (rank := rank_of_tensors_file(name)) is not None}
+        self._sizes = np.full(max(found, default=-1) + 1, -1, np.int64)
+        self._sizes[[*found]] = [*found.values()]
+
+    def of(self, ranks: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the sizes of the files of ``ranks``."""
+        known = ranks < len(self._sizes)
+        return (
+            np.where(known, self._sizes[np.where(known, ranks, 0)], -1) if len(self._sizes) else np.full_like(ranks, -1)
+        )
+
+
+def _layout(name: str, dtype: str, shape: tuple[int, ...], table: ChunkTable, files: _TensorFileSizes) -> TensorLayout:
+    layout = TensorLayout(dtype, shape, table)
     # A shape that contains a zero has no elements, but its other sizes must be valid, too.
     _require(math.prod(size for size in shape if size) * itemsize(dtype) < 1 << 62, f"the shape of {name}")
     problem = uncovered(layout)
     _require(problem is None, f"the tensor {name}: {problem}")
+    sizes = files.of(table.ranks)
+    _require((sizes >= 0).all(), f"a rank of {name}")
+    _require((table.lengths.prod(axis=1) * itemsize(dtype) <= sizes).all(), f"the size of {name}")
     return layout
 
 

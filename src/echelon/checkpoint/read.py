@@ -19,6 +19,7 @@ from echelon.checkpoint.manifest import (
     chunk_key,
     is_part,
     rank_objects_file,
+    rank_of_tensors_file,
     read_manifest,
     tensors_file,
 )
@@ -209,12 +210,12 @@ class Checkpoint:
 
     def _require_tensors(self, file: str) -> None:
         """Raise an error if the header of ``file`` does not match the manifest."""
-        header = self._header(file)
+        header, rank = self._header(file), rank_of_tensors_file(file)
+        rank = -1 if rank is None else rank  # a name that no rank's file has
         expected = {
             chunk_key(name, layout.shape, chunk.box): stored_form(layout.dtype, chunk.box.lengths)
             for name, layout in self.manifest.tensors.items()
-            for chunk in layout.chunks
-            if tensors_file(chunk.rank) == file
+            for chunk in layout.chunks.of_rank(rank)
         }
         if {name: (entry.dtype, entry.shape) for name, entry in header.items()} != expected:
             raise damaged(f"the header of {file} and the manifest list different tensors")

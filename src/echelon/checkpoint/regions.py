@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from echelon.base.errors import CheckpointError, DesyncError
 from echelon.base.sharded import is_dtensor, is_strided, local_shape_and_offset
@@ -71,13 +73,64 @@ class Chunk:
     box: ChunkBounds
 
 
+class ChunkTable(Sequence[Chunk]):
+    """The chunks of a tensor. They are kept in arrays, because thousands of ranks write millions of chunks.
+
+    Args:
+        numbers: a row for each chunk: its rank, its offset and its lengths.
+    """
+
+    def __init__(self, numbers: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        num_dims = numbers.shape[1] // 2
+        self.ranks = numbers[:, 0]
+        self.offsets, self.lengths = numbers[:, 1 : 1 + num_dims], numbers[:, 1 + num_dims :]
+
+    @staticmethod
+    def of(chunks: Iterable[Chunk], num_dims: int) -> ChunkTable:
+        """Return the table of ``chunks`` of a tensor with ``num_dims`` dimensions."""
+        rows = [(chunk.rank, *chunk.box.offset, *chunk.box.lengths) for chunk in chunks]
+        return ChunkTable(np.array(rows, dtype=np.int64).reshape(len(rows), 1 + 2 * num_dims))
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self._chunks(slice(None))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChunkTable) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def overlapping(self, box: ChunkBounds) -> Iterator[Chunk]:
+        """Yield the chunks that have elements of ``box``."""
+        start, end = np.array(box.offset, np.int64), np.array(box.offset, np.int64) + np.array(box.lengths, np.int64)
+        near = (self.offsets < end) & (start < self.offsets + self.lengths)
+        return self._chunks(near.all(axis=1))
+
+    def of_rank(self, rank: int) -> Iterator[Chunk]:
+        """Yield the chunks in the file of ``rank``."""
+        return self._chunks(self.ranks == rank)
+
+    def rows(self, wanted: Any = slice(None)) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Yield the rank, the offset and the lengths of the chunks that the index ``wanted`` selects."""
+        return zip(*(column[wanted].tolist() for column in (self.ranks, self.offsets, self.lengths)))
+
+    def _chunks(self, wanted: Any) -> Iterator[Chunk]:
+        for rank, offset, lengths in self.rows(wanted):
+            yield Chunk(rank, ChunkBounds(tuple(offset), tuple(lengths)))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
     """A tensor's chunks in a checkpoint. Every element is in exactly one chunk."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: ChunkTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +218,8 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
         chunks[name].append(Chunk(writer, box))
     layouts = {}
     for name, (_, piece) in sorted(first.items()):
-        ordered = tuple(sorted(chunks[name], key=lambda chunk: (chunk.box.offset, chunk.rank)))
-        layouts[name] = TensorLayout(piece.dtype, piece.shape, ordered)
+        ordered = sorted(chunks[name], key=lambda chunk: (chunk.box.offset, chunk.rank))
+        layouts[name] = TensorLayout(piece.dtype, piece.shape, ChunkTable.of(ordered, len(piece.shape)))
         problem = uncovered(layouts[name])
         if problem is not None:
             raise CheckpointError(
@@ -179,26 +232,48 @@ def assign_writers(pieces: Mapping[int, Iterable[LocalShard]]) -> dict[str, Tens
 
 def uncovered(layout: TensorLayout) -> str | None:
     """Return None if the chunks contain every element exactly once, else a description of the problem."""
-    shape = ChunkBounds.whole(layout.shape)
-    boxes = [chunk.box for chunk in layout.chunks]
-    for box in boxes:
-        if len(box.offset) != len(layout.shape) or any(
-            start < 0 or length <= 0 or start + length > size
-            for start, length, size in zip(box.offset, box.lengths, layout.shape)
-        ):
-            return f"the chunk at {list(box.offset)} of size {list(box.lengths)} extends beyond the tensor"
-    # Sweep along the dimension with the most cuts: only boxes that the sweep crosses at the same time can overlap.
-    dims = range(len(layout.shape))
-    cut = max(dims, key=lambda dim: len({box.offset[dim] for box in boxes}), default=None)
-    crossed: list[ChunkBounds] = []
-    for box in boxes if cut is None else sorted(boxes, key=lambda box: box.offset[cut]):
-        if cut is not None:
-            crossed = [other for other in crossed if other.offset[cut] + other.lengths[cut] > box.offset[cut]]
-        if any(other.common(box) is not None for other in crossed):
-            return f"the chunk at {list(box.offset)} of size {list(box.lengths)} overlaps another chunk"
-        crossed.append(box)
-    held = sum(box.volume for box in boxes)
-    return None if held == shape.volume else f"its chunks contain only {held} of {shape.volume} elements"
+    table, shape = layout.chunks, np.array(layout.shape, np.int64)
+    outside = ((table.offsets < 0) | (table.lengths <= 0) | (table.offsets + table.lengths > shape)).any(axis=1)
+    if outside.any():
+        return f"the chunk at {_described(table, int(outside.argmax()))} extends beyond the tensor"
+    twice = _overlapping(table.offsets, table.lengths)
+    if twice is not None:
+        return f"the chunk at {_described(table, twice)} overlaps another chunk"
+    held = sum(math.prod(lengths) for lengths in table.lengths.tolist())
+    volume = math.prod(layout.shape)
+    return None if held == volume else f"its chunks contain only {held} of {volume} elements"
+
+
+def _described(table: ChunkTable, index: int) -> str:
+    return f"{table.offsets[index].tolist()} of size {table.lengths[index].tolist()}"
+
+
+def _overlapping(offsets: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> int | None:
+    """Return the index of a box that overlaps another one, if there is one.
+
+    The boxes are split where no box crosses a plane: first along the dimension with the most cuts, then each part in the same way.
+    """
+    num_boxes, num_dims = offsets.shape
+    if num_boxes < 2:
+        return None
+    for dim in sorted(range(num_dims), key=lambda dim: -len(np.unique(offsets[:, dim]))):
+        order = np.argsort(offsets[:, dim], kind="stable")
+        ends = np.maximum.accumulate((offsets[:, dim] + lengths[:, dim])[order])
+        cuts = np.flatnonzero(offsets[order[1:], dim] >= ends[:-1]) + 1
+        if len(cuts) == num_boxes - 1:
+            return None
+        if len(cuts):
+            for part in np.split(order, cuts):
+                found = _overlapping(offsets[part], lengths[part])
+                if found is not None:
+                    return int(part[found])
+            return None
+    # No plane separates them, which boxes without an overlap allow, too: five of them can lie like a pinwheel.
+    for i in range(1, num_boxes):
+        common = (offsets[:i] < offsets[i] + lengths[i]) & (offsets[i] < offsets[:i] + lengths[:i])
+        if common.all(axis=1).any():
+            return i
+    return None
 
 
 def overlaps(layout: TensorLayout, box: ChunkBounds) -> Iterator[tuple[Chunk, tuple[slice, ...], tuple[slice, ...]]]:
@@ -206,7 +281,7 @@ def overlaps(layout: TensorLayout, box: ChunkBounds) -> Iterator[tuple[Chunk, tu
 
     The intersections together cover the box.
     """
-    for chunk in layout.chunks:
+    for chunk in layout.chunks.overlapping(box):
         common = chunk.box.common(box)
         if common is not None:
             yield chunk, common.within(chunk.box), common.within(box)
