@@ -62,7 +62,7 @@ def test_a_manifest_says_the_same_in_any_form_of_json(config: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     "tensors",
     [
-        b'{"a":{"dtype":"float32","shape":[4],"chunks":[[0,[9223372036854775807],[1]],[0,[0],[4]]]}}',  # 2**63 - 1
+        b'{"a":{"dtype":"float32","shape":[5],"chunks":[[0,[9223372036854775807],[1]],[0,[0],[4]]]}}',  # 2**63 - 1
         b'{"a":{"dtype":"float32","shape":[4],"chunks":[[0,[0],[99999999999999999999]]]}}',
         b'{"a":{"dtype":"float32","shape":[4],"chunks":[[0,[],[4]]]}}',
         b'{"a":{"dtype":"float32","shape":[4],"chunks":[[0,[0],[4]],]}}',
@@ -73,6 +73,6 @@ def test_a_manifest_says_the_same_in_any_form_of_json(config: Any, tmp_path: Pat
     ],
 )
 def test_tensors_that_are_not_as_a_save_writes_them_are_rejected(tensors: bytes, tmp_path: Path) -> None:
-    _written(tmp_path, tensors=tensors, aliases={})
+    _written(tmp_path, tensors=tensors, aliases={}, config=None)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         read_manifest(tmp_path)
