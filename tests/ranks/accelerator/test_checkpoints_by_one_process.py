@@ -158,6 +158,25 @@ def test_a_save_on_some_ranks_is_an_error_that_names_the_others(tmp_path: Path) 
         assert "rank 2: in another collective at " in text
 
 
+def _saves_shards_on_the_main_process(folder: str) -> str:
+    accelerator, _, _ = _prepared("fsdp2")
+    text = ""
+    if accelerator.is_main_process:
+        with pytest.raises(DesyncError) as error:
+            accelerator.save_state(folder)
+        text = str(error.value)
+    accelerator.gather(torch.ones(1))
+    cleanup()
+    return text
+
+
+def test_a_sharded_save_on_the_main_process_is_an_error_that_names_the_others(tmp_path: Path) -> None:
+    text, _ = run_on_ranks(_saves_shards_on_the_main_process, str(tmp_path / "s"), world_size=2, init_group=False)
+    assert "save_state() must be called on every rank, but some ranks did not call it" in text
+    assert "rank 1: in another collective at " in text
+    assert not (tmp_path / "s").exists()
+
+
 def _waits_for_a_late_rank(folder: str) -> list[str]:
     accelerator, _, _ = _prepared("ddp")
     if not accelerator.is_main_process:
