@@ -24,7 +24,7 @@ from echelon.checkpoint.manifest import (
     tensors_file,
 )
 from echelon.checkpoint.object_store import Location, ObjectPath
-from echelon.checkpoint.regions import ChunkBounds, ShardPart, TensorLayout, box_of, overlaps
+from echelon.checkpoint.regions import Chunk, ChunkBounds, ShardPart, TensorLayout, box_of, overlaps
 from echelon.checkpoint.tensor_file import (
     FileFacts,
     Stored,
@@ -42,16 +42,46 @@ if TYPE_CHECKING:
     from echelon.world.world import World
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """Where the values of a chunk are."""
+
+    path: Path
+    begin: int
+    """Offset of the first element from the start of the file, in bytes."""
+    stride: tuple[int, ...] | None = None
+    """Strides in elements; None: in row-major order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignContent:
+    """What a checkpoint of another format holds, as echelon's own format would."""
+
+    manifest: Manifest
+    """Without files, because there are no checksums."""
+    objects: Mapping[str, Any]
+    rank_objects: Mapping[int, Mapping[str, Any]]
+    place: Callable[[str, Chunk], ChunkPlace]
+    """Returns where a chunk of the named tensor is."""
+    problems: Callable[[], list[str]]
+    """Returns a description of each file that is missing or truncated."""
+
+
 class Checkpoint:
     """A checkpoint on disk. The constructor reads only the manifest; other files are read when they are needed.
+
+    Args:
+        folder: the checkpoint.
+        foreign: what a checkpoint of another format holds. None: ``folder`` has echelon's format.
 
     Raises:
         CheckpointError: ``folder`` is not a checkpoint, or its manifest is damaged.
     """
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: Location, *, foreign: ForeignContent | None = None) -> None:
         self.folder: Location = place_of(folder)
-        self.manifest: Manifest = read_manifest(self.folder)
+        self._foreign = foreign
+        self.manifest: Manifest = read_manifest(self.folder) if foreign is None else foreign.manifest
         self._headers: dict[str, Mapping[str, Stored]] = {}
 
     @property
@@ -65,6 +95,8 @@ class Checkpoint:
 
         ``show`` opens the progress bar. None: compare only the sizes.
         """
+        if self._foreign is not None:
+            return self._foreign.problems() if share == 0 else []
         files = [file for i, file in enumerate(sorted(self.manifest.files.items())) if i % num_shares == share]
         if show is None and isinstance(self.folder, ObjectPath):
             found = object_store.objects_in(self.folder)  # one request instead of one per file
@@ -105,10 +137,15 @@ class Checkpoint:
 
     def objects(self, *, get_tensor: Callable[[str], Any] | None = None) -> dict[str, Any]:
         """Return the objects shared by all ranks, by name; ``get_tensor`` (default: ``read``) returns their tensors."""
+        if self._foreign is not None:
+            return dict(self._foreign.objects)
         return self._objects(OBJECTS, get_tensor or self.read)
 
     def rank_objects(self, rank: int) -> dict[str, Any] | None:
         """Return the objects of ``rank`` by name, or None if that rank saved no objects or did not exist."""
+        if self._foreign is not None:
+            own = self._foreign.rank_objects.get(rank)
+            return None if own is None else dict(own)
         name = rank_objects_file(rank)
         return self._objects(name, self.read) if name in self.manifest.files else None
 
@@ -198,15 +235,30 @@ class Checkpoint:
         stored_name = self.manifest.aliases.get(name, name)
         dtype = require_dtype(layout.dtype)
         for chunk, source, target in overlaps(layout, box):
-            file = tensors_file(chunk.rank)
-            entry = self._require_entry(file, chunk_key(stored_name, layout.shape, chunk.box), layout, chunk.box)
-            first, shape = _contiguous(chunk.box.lengths, source)
-            buffer = bytearray(math.prod(shape) * dtype.itemsize)
-            self._read(self.folder / file, entry.begin + first * dtype.itemsize, memoryview(buffer))
-            read = torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+            place, lengths = self._place(stored_name, layout, chunk), chunk.box.lengths
+            if place.stride is None:
+                first, shape = _contiguous(lengths, source)
+                num_elements = math.prod(shape)
+            else:
+                first, num_elements = 0, 1 + sum((n - 1) * step for n, step in zip(lengths, place.stride))
+            buffer = bytearray(num_elements * dtype.itemsize)
+            self._read(place.path, place.begin + first * dtype.itemsize, memoryview(buffer))
+            read = torch.frombuffer(buffer, dtype=dtype)
+            if place.stride is not None:
+                values[target].copy_(read.as_strided(lengths, place.stride)[source])
+                continue
             values[target].copy_(
-                read[tuple(slice(None) if n == one.stop - one.start else one for n, one in zip(shape, source))]
+                read.reshape(shape)[
+                    tuple(slice(None) if n == one.stop - one.start else one for n, one in zip(shape, source))
+                ]
             )
+
+    def _place(self, name: str, layout: TensorLayout, chunk: Chunk) -> ChunkPlace:
+        if self._foreign is not None:
+            return self._foreign.place(name, chunk)
+        file = tensors_file(chunk.rank)
+        entry = self._require_entry(file, chunk_key(name, layout.shape, chunk.box), layout, chunk.box)
+        return ChunkPlace(self.folder / file, entry.begin)
 
     def _require_tensors(self, file: str) -> None:
         """Raise an error if the header of ``file`` does not match the manifest."""

@@ -30,9 +30,9 @@ from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.commit import new_folder, place_of, require_apart, retire
 from echelon.checkpoint.formats.layouts import (
     TRAINER_STATE,
+    is_sharded_file,
     layout_of,
     require_layout,
-    require_whole,
     weight_files,
 )
 from echelon.checkpoint.listing import CheckpointEntry, Listing, folder_bytes, is_numbered, list_folder
@@ -97,8 +97,15 @@ def verify(ctx: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
 def show(path: str, as_json: bool) -> None:
     """Print the tensors, optimizers, progress, settings and layout of a checkpoint, or of the newest checkpoint in a folder."""
     folder = _newest_in(require_folder(path))
-    is_own = require_whole(folder) == "echelon"
-    content = _content(Checkpoint(folder)) if is_own or isinstance(folder, ObjectPath) else _foreign_content(folder)
+    layout = require_layout(folder)
+    if layout == "sharded" and isinstance(folder, Path):
+        from echelon.checkpoint.formats.dcp import open_dcp  # noqa: PLC0415 - torch
+
+        content = _content(open_dcp(folder))
+    elif layout == "echelon" or isinstance(folder, ObjectPath):
+        content = _content(Checkpoint(folder))
+    else:
+        content = _foreign_content(folder)
     click.echo(_json(content) if as_json else _readable(content))
 
 
@@ -138,29 +145,38 @@ def merge(path: str, out: str, max_shard_size: str, model: int | None, precision
     click.echo(_("wrote {files} to {out}", files=", ".join(file.name for file in files), out=out))
 
 
+_FORMATS = ("accelerate", "transformers", "dcp")
+
+
 @command.command("export")
 @click.argument("path", shell_complete=complete_folders)
 @click.argument("out", shell_complete=complete_folders)
-@click.option(
-    "--format", "layout", type=click.Choice(["accelerate", "transformers"]), required=True, help="The format to write."
-)
+@click.option("--format", "layout", type=click.Choice(_FORMATS), required=True, help="The format to write.")
 def export(path: str, out: str, layout: str) -> None:
-    """Convert checkpoint PATH to a format that Accelerate's load_state or transformers' Trainer can read, in the new folder
-    OUT.
+    """Convert checkpoint PATH to a format that Accelerate's load_state, transformers' Trainer, or torch.distributed.checkpoint
+    (dcp) can read, in the new folder OUT.
 
     If PATH contains several checkpoints, the newest is used.
     """
+    _export(path, out, layout)
+
+
+def _export(path: str, out: str, layout: str) -> None:
     found = _newest_in(require_folder(path))
-    if (present := require_layout(found)) != "echelon":
+    if (present := require_layout(found)) not in ("echelon", "sharded"):
         raise UsageError(
             _("{path} is in {present}'s format, not in echelon's", path=path, present=present),
             where="echelon checkpoint export",
             do=_("use it as it is, or run echelon checkpoint import on it and export the result"),
         )
     _require_new(storage.location(out))
-    from echelon.checkpoint.formats import accelerate, merged_weights, transformers  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats import accelerate, dcp_export, merged_weights, transformers  # noqa: PLC0415 - torch
 
-    write = {"accelerate": accelerate.export_accelerate, "transformers": transformers.export_transformers}[layout]
+    write = {
+        "accelerate": accelerate.export_accelerate,
+        "transformers": transformers.export_transformers,
+        "dcp": dcp_export.export_dcp,
+    }[layout]
     with _local_copy(found) as whole, _new_folder(whole, out) as (source, folder):
         checkpoint = merged_weights.open_whole(source, progress_bar)
         size = sum(facts.size for facts in checkpoint.manifest.files.values())
@@ -174,20 +190,34 @@ def export(path: str, out: str, layout: str) -> None:
             "intervals from this file, not from its arguments; edit the file to change them."
         )
         click.echo(_(text, file=TRAINER_STATE))
+    if layout == "dcp":
+        text = N_(
+            "note: it holds the models, optimizers and schedulers, but neither RNG states nor positions in the data, and no other files"
+        )
+        click.echo(_(text))
 
 
-@command.command("import")
-@click.argument("path", shell_complete=complete_folders)
-@click.argument("out", shell_complete=complete_folders)
-@click.option(
+_PARAMETERS = click.option(
     "--parameters",
     multiple=True,
     metavar="FILE",
     help="File that lists an optimizer's parameter names, one per line, in the order of its parameter groups; "
     "repeat for each optimizer.",
 )
+
+
+@command.command("import")
+@click.argument("path", shell_complete=complete_folders)
+@click.argument("out", shell_complete=complete_folders)
+@_PARAMETERS
 def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
-    """Convert checkpoint PATH, written by Accelerate or transformers' Trainer, to echelon's format in the new folder OUT."""
+    """Convert checkpoint PATH, written by Accelerate, transformers' Trainer, or torch.distributed.checkpoint (as FSDP2,
+    torchtitan and Lightning do), to echelon's format in the new folder OUT.
+    """
+    _import(path, out, parameters)
+
+
+def _import(path: str, out: str, parameters: tuple[str, ...]) -> None:
     source, target = require_folder(path), Path(out)
     if isinstance(source, ObjectPath) or object_store.is_url(out):
         raise UsageError(
@@ -197,18 +227,31 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
         )
     require_apart(source, target)
     _require_new(target)
-    layout = require_whole(source)
+    layout = require_layout(source)
     if layout == "echelon":
         raise UsageError(
             _("{path} already has echelon's format", path=path),
             where="echelon checkpoint import",
             do=_("use it as it is"),
         )
-    from echelon.checkpoint.formats import accelerate, conversion, transformers  # noqa: PLC0415 - torch
+    from echelon.checkpoint.formats import (  # noqa: PLC0415 - torch
+        accelerate,
+        conversion,
+        dcp,
+        merged_weights,
+        transformers,
+    )
 
-    read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
-    imported = read(source, parameters=[_lines(name) for name in parameters])
-    conversion.write_imported(imported, target, source=source)
+    if layout == "sharded":
+        checkpoint = merged_weights.open_whole(source, progress_bar)
+        dcp.warn_of_missing_state(checkpoint)
+        conversion.write_converted(
+            checkpoint, target, without=lambda name: is_sharded_file(name) or accelerate.is_state_file(name)
+        )
+    else:
+        read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
+        imported = read(source, parameters=[_lines(name) for name in parameters])
+        conversion.write_imported(imported, target, source=source)
     click.echo(_("wrote {out}", out=out))
 
 
@@ -285,6 +328,25 @@ def prune(
     finally:
         lock.release()
     click.echo(_("deleted {number} checkpoints ({size})", number=len(doomed), size=size))
+
+
+@command.command("convert")
+@click.argument("path", shell_complete=complete_folders)
+@click.argument("out", shell_complete=complete_folders)
+@click.option(
+    "--format",
+    "layout",
+    type=click.Choice(("echelon", *_FORMATS)),
+    default="echelon",
+    help="The format to write (default: echelon).",
+)
+@_PARAMETERS
+def convert(path: str, out: str, layout: str, parameters: tuple[str, ...]) -> None:
+    """Convert checkpoint PATH to another format in the new folder OUT: `import` to echelon's format, `export` to another one."""
+    if layout == "echelon":
+        _import(path, out, parameters)
+    else:
+        _export(path, out, layout)
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
@@ -479,11 +541,12 @@ def _content(checkpoint: Checkpoint) -> dict[str, Any]:
     def get_tensor(name: str) -> Any:  # a learning rate may be a tensor; the others are not shown
         return checkpoint.read(name) if name.startswith("optimizer_groups") else name
 
-    objects = checkpoint.objects(get_tensor=get_tensor) if OBJECTS in files else {}
+    layout = layout_of(checkpoint.folder)
+    objects = checkpoint.objects(get_tensor=get_tensor) if layout == "sharded" or OBJECTS in files else {}
     loaders = [position_in_epoch(state, num_ranks=manifest.world_size) for state in objects.get("orders", [])]
     return {
         "path": str(checkpoint.folder),
-        "format": "echelon",
+        "format": layout,
         "created": manifest.created,
         "written_by": manifest.written_by,
         "world_size": manifest.world_size,

@@ -332,6 +332,7 @@ def test_show_tells_the_position_in_the_epoch(
     assert not re.search("_seen=(0|None)|micro_step", text)
 
 
+@pytest.mark.filterwarnings("ignore:for_torch was written by torch.distributed.checkpoint")
 def test_the_commands_in_the_document_run(
     echelon: Echelon, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +344,7 @@ def test_the_commands_in_the_document_run(
     for command in commands:
         assert echelon(*command).code == 0, command
     told = {words[1] for words in commands if words[0] == "checkpoint"}
-    assert told == {"ls", "verify", "show", "merge", "export", "import", "prune"}
+    assert told == {"ls", "verify", "show", "merge", "export", "import", "prune", "convert"}
 
 
 # ---- prune -----------------------------------------------------------------------------------------------------------
@@ -823,7 +824,7 @@ def test_code_in_weights_is_rejected(echelon: Echelon, bombs: tuple[Path, Path])
 
 @pytest.mark.parametrize("command", [["merge"], ["import"], ["show"]])
 @pytest.mark.parametrize("is_inner", [True, False])
-def test_a_sharded_checkpoint_is_rejected_without_reading_its_pickle(
+def test_a_dcp_checkpoint_that_runs_code_is_rejected(
     echelon: Echelon, tmp_path: Path, command: list[str], is_inner: bool
 ) -> None:
     folder = tmp_path / "c"
@@ -835,10 +836,9 @@ def test_a_sharded_checkpoint_is_rejected_without_reading_its_pickle(
     with no_code_and_no_other_files(tmp_path):
         done = echelon("checkpoint", *command, *argv)
         assert done.code == 1
-        assert "unpickling can run code" in done.err
-        assert "accelerate merge-weights" in done.err
+        assert "unpickling can run code, and it contains posix.system" in done.err
         if command == ["merge"]:
-            with pytest.raises(CheckpointError, match="unpickling can run"):
+            with pytest.raises(CheckpointError, match=r"contains posix\.system"):
                 merge_fsdp_weights(argv[0], tmp_path / "out")
     assert not Path("/tmp/echelon-was-run").exists()
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
@@ -263,6 +264,17 @@ def test_weights_alone_are_no_training_to_go_on_with(tmp_path: Path) -> None:
             _trainer(_args(folder)).train(resume_from_checkpoint=str(folder / "checkpoint-8"))
         with pytest.warns(EchelonWarning, match=r"(?s)starting from scratch\n.*checkpoint-8: holds only weights"):
             _trainer(_args(folder, max_steps=1, save_strategy="no")).train(resume_from_checkpoint="auto")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_dcp_folder_is_none_to_go_on_with(tmp_path: Path) -> None:
+    """As a Trainer of transformers writes it with FSDP."""
+    folder = tmp_path / "checkpoint-8"
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+    (folder / "trainer_state.json").write_text("{}")
+    (folder / "scheduler.pt").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"format of torch\.distributed\.checkpoint, from which a Trainer cannot"):
+        _trainer(_args(tmp_path)).train(resume_from_checkpoint=str(folder))
 
 
 def test_files_of_transformers_layout_have_its_names_and_plain_data(tmp_path: Path) -> None:

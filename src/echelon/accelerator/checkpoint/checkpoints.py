@@ -40,7 +40,9 @@ from echelon.base.warnings import warn
 from echelon.big_models.module_sizes import as_dtype
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.accelerate import custom_path, is_state_file, missing_files, write_state
+from echelon.checkpoint.formats.dcp import open_dcp, warn_of_missing_state
 from echelon.checkpoint.formats.layouts import layout_of, require_layout
 from echelon.checkpoint.formats.torch_files import write_plain
 from echelon.checkpoint.formats.weight_files import aliases_in, write_shards
@@ -418,7 +420,7 @@ class Checkpoints:
         allow_changed_data: bool | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load a checkpoint that ``save_state`` or Accelerate wrote. Code in the files is never executed.
+        """Load a checkpoint that ``save_state``, Accelerate or torch.distributed.checkpoint wrote. No code in it is executed.
 
         In echelon's own format every file is verified before anything is loaded, and the checkpoint may come from a
         different engine and number of processes (docs/checkpoints.md).
@@ -627,7 +629,7 @@ class Checkpoints:
     # ---- echelon's own format ----------------------------------------------------------------------------------------
 
     def _source(self, input_dir: Any) -> tuple[Path, Checkpoint | None]:
-        """Return the folder to load and, for echelon's own format, the verified checkpoint.
+        """Return the folder to load and, for echelon's own format and DCP's, the verified checkpoint.
 
         Collective: call on every rank.
         """
@@ -639,19 +641,26 @@ class Checkpoints:
             raise no_folder_error("load_state", do="pass input_dir")
         else:
             found = self._newest()
-            return place_of(found), Checkpoint(found) if layout_of(found) == "echelon" else None
+            if layout_of(found) == "echelon":
+                return place_of(found), Checkpoint(found)
+            folder = found
         if agree(layout_of(folder) == "echelon"):
             return folder, open_verified(folder, world=world)
         with raise_on_all_ranks("load_state"):
-            require_layout(folder)
-        return place_of(folder), None
+            if require_layout(folder) != "sharded":
+                return place_of(folder), None
+            checkpoint = open_dcp(folder)
+            if problems := checkpoint.problems():
+                raise damaged("; ".join(problems[:3]))
+        warn_of_missing_state(checkpoint)
+        return checkpoint.folder, checkpoint
 
     def _newest(self) -> Path:
         """Return the newest complete numbered checkpoint; warn about newer incomplete ones. Collective."""
         session, objects = self._session, self._session.objects
 
         def lacks(path: Path) -> str | None:
-            if layout_of(path) == "echelon":
+            if layout_of(path) in ("echelon", "sharded"):
                 return None
             place = place_of(path)
             missing = missing_files(

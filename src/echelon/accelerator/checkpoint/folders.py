@@ -13,6 +13,7 @@ from echelon.base.progress import progress_bar
 from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.background_save import store_gather
 from echelon.checkpoint.commit import make_folders, place_of, require_folder_or_nothing
+from echelon.checkpoint.formats.dcp import open_dcp
 from echelon.checkpoint.formats.layouts import TRAINER_STATE, layout_of, weight_files
 from echelon.checkpoint.formats.transformers import SCHEDULER
 from echelon.checkpoint.formats.weight_files import read_model
@@ -165,10 +166,7 @@ def problems_in(folder: Location) -> list[str]:
         if layout == "echelon" or isinstance(folder, ObjectPath):
             return Checkpoint(folder).problems(show=progress_bar)
         if layout == "sharded":
-            return [
-                f"{folder} is a torch.distributed.checkpoint checkpoint, which cannot be verified without unpickling its "
-                "metadata"
-            ]
+            return open_dcp(folder).problems()
         if layout is None:
             what = f"neither a manifest, nor a {TRAINER_STATE}, nor files with Accelerate's names"
             return [f"{folder} has {what}" if folder.is_dir() else f"{folder} is not a directory"]

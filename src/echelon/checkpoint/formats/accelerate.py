@@ -287,6 +287,26 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
     Raises:
         CheckpointError: a file is missing or damaged, or can be read only by unpickling it.
     """
+    return build_import(
+        folder,
+        "accelerate",
+        optimizers=_read_numbered(lambda i: state_path(folder, OPTIMIZER_NAME, i)),
+        parameters=parameters,
+        read=is_state_file,
+        **_state_beside_models(folder),
+    )
+
+
+def state_beside_models(folder: Path) -> dict[str, Any]:
+    """Return what Accelerate's ``save_state`` stores beside models and optimizers, as arguments of ``build_import``; empty if nothing.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or can be read only by unpickling it.
+    """
+    return _state_beside_models(folder) if any(RANDOM_STATES.fullmatch(path.name) for path in folder.iterdir()) else {}
+
+
+def _state_beside_models(folder: Path) -> dict[str, Any]:
     random = read_all_ranks(folder, RANDOM_STATES)
     ours = random[0].get(OURS, {})
     if ours and len(random) != ours["num_processes"]:
@@ -298,19 +318,15 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
     num_orders = ours.get("orders", 0)
     positions = _read_positions(folder, num_orders, len(random))
     custom = _read_numbered(lambda i: custom_path(folder, i))
-    return build_import(
-        folder,
-        "accelerate",
-        optimizers=_read_numbered(lambda i: state_path(folder, OPTIMIZER_NAME, i)),
-        parameters=parameters,
-        objects={
+    return {
+        "objects": {
             "schedulers": _read_numbered(lambda i: state_path(folder, SCHEDULER_NAME, i)),
             "scaler": load(folder / SCALER_NAME) if (folder / SCALER_NAME).is_file() else None,
             "orders": [load(state_path(folder, SAMPLER_NAME, i)) for i in range(num_orders)],
             **{f"custom.{i}": state for i, state in enumerate(custom)},
             **random[0].get(_REST, {}).get("shared", {}),
         },
-        ranks=[
+        "ranks": [
             {
                 "random": {key: value for key, value in states.items() if key not in ("step", OURS, _REST)},
                 "positions": [of_loader[rank] for of_loader in positions],
@@ -318,7 +334,6 @@ def import_accelerate(folder: Path, *, parameters: Sequence[Sequence[str]] = ())
             }
             for rank, states in enumerate(random)
         ],
-        step=random[0].get("step", 0),
-        progress=ours.get("progress"),
-        read=is_state_file,
-    )
+        "step": random[0].get("step", 0),
+        "progress": ours.get("progress"),
+    }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +15,30 @@ import torch
 
 from echelon.base.errors import CheckpointError
 from echelon.base.messages.translation import gettext as _
-from echelon.base.progress import progress_bar
+from echelon.base.progress import BarOpener, progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage, typed_json
+from echelon.checkpoint.commit import PendingFolder, new_token
+from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.layouts import weight_files
 from echelon.checkpoint.formats.optimizer_states import named_states
 from echelon.checkpoint.formats.weight_files import plain_names, read_model
-from echelon.checkpoint.manifest import rank_objects_file
+from echelon.checkpoint.manifest import (
+    OBJECTS,
+    chunk_key,
+    encode_layouts,
+    is_part,
+    manifest_blocks,
+    rank_objects_file,
+    tensors_file,
+)
 from echelon.checkpoint.read import Checkpoint
+from echelon.checkpoint.regions import Chunk, ChunkBounds, ChunkTable, TensorLayout
 from echelon.checkpoint.save import Content, PendingCheckpoint
 from echelon.checkpoint.stored_weights import Weights, weights_in
-from echelon.checkpoint.tensor_file import write_file
+from echelon.checkpoint.tensor_file import header_of, itemsize, stored_form, write_file
 from echelon.checkpoint.tensor_names import model_prefix, rest_of_state
+from echelon.distributed.small_messages import bytes_of
 from echelon.world.world import World
 
 _COPY_BYTES = 4 << 20
@@ -119,6 +134,94 @@ def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) 
     pending.objects |= {rank_objects_file(rank): typed_json.to_bytes(own) for rank, own in enumerate(encoded)}
     pending.finish(show=progress_bar)
     return target
+
+
+def write_converted(
+    checkpoint: Checkpoint, target: Path, *, without: Callable[[str], object], show: BarOpener = progress_bar
+) -> Path:
+    """Write a checkpoint of another format, and the other files in its folder, to ``target``. Only one chunk at a time is in memory.
+
+    Args:
+        without: returns whether a file with this name was read, and is not copied.
+    """
+    manifest = checkpoint.manifest
+    layouts = dict(manifest.tensors)
+    own: dict[int, list[_StoredChunk]] = {}
+    for name, layout in layouts.items():
+        for chunk in layout.chunks:
+            read = partial(checkpoint.read, name, chunk.box)
+            own.setdefault(chunk.rank, []).append(_StoredChunk.of(name, layout, chunk.box, read))
+    objects: dict[str, bytes] = {}
+
+    def put_tensor(rank: int, name: str, tensor: torch.Tensor) -> None:
+        box = ChunkBounds.whole(tensor.shape)
+        chunks = ChunkTable.of([Chunk(rank, box)] if tensor.numel() else [], tensor.ndim)
+        layouts[name] = layout = TensorLayout(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), chunks)
+        if tensor.numel():
+            own.setdefault(rank, []).append(_StoredChunk.of(name, layout, box, lambda: tensor))
+
+    def encode(values: Mapping[str, Any], rank: int, label: str) -> bytes:
+        put = partial(put_tensor, rank)
+        return typed_json.to_bytes(
+            {name: typed_json.encode(value, name=f"{label}{name}", put_tensor=put) for name, value in values.items()}
+        )
+
+    objects[OBJECTS] = encode(checkpoint.objects(), 0, "")
+    for rank in range(manifest.world_size):
+        if (of_rank := checkpoint.rank_objects(rank)) is not None:
+            objects[rank_objects_file(rank)] = encode(of_rank, rank, f"rank {rank} ")
+    folder = PendingFolder(target=storage.real_path(target), token=new_token())
+    folder.make()
+    size = sum(chunk.num_bytes for chunks in own.values() for chunk in chunks)
+    with folder.discarded_on_error(), show(f"saving {target.name}", size) as progress:
+        files = {
+            name: folder.write(name, _chunk_blocks(name, chunks), progress=progress)
+            for name, chunks in ((tensors_file(rank), chunks) for rank, chunks in sorted(own.items()))
+        }
+        files |= {name: folder.write(name, [text]) for name, text in objects.items()}
+        copy_other_files(checkpoint.folder, folder.path, without=without)
+        files |= folder.sync_added(is_part=is_part)
+        blocks = manifest_blocks(
+            token=folder.token,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            world_size=manifest.world_size,
+            progress=manifest.progress,
+            config=manifest.config,
+            layout=manifest.layout,
+            files=files,
+            tensors=encode_layouts(layouts),
+            aliases=manifest.aliases,
+        )
+        folder.commit(blocks, is_part=is_part)
+    return target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredChunk:
+    """A chunk that is read when it is written."""
+
+    key: str
+    dtype: str
+    lengths: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def of(name: str, layout: TensorLayout, box: ChunkBounds, read: Callable[[], torch.Tensor]) -> _StoredChunk:
+        return _StoredChunk(key=chunk_key(name, layout.shape, box), dtype=layout.dtype, lengths=box.lengths, read=read)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.lengths) * itemsize(self.dtype)
+
+
+def _chunk_blocks(name: str, chunks: Sequence[_StoredChunk]) -> Iterator[bytes | memoryview]:
+    """Yield the contents of a tensor file, like ``tensor_blocks``."""
+    ordered = sorted(chunks, key=lambda chunk: (-itemsize(chunk.dtype), chunk.key))
+    if len({chunk.key for chunk in chunks}) != len(chunks):
+        raise damaged(f"{name} would contain two tensors with the same name")
+    yield header_of([(c.key, *stored_form(c.dtype, c.lengths), c.num_bytes) for c in ordered])
+    for chunk in ordered:
+        yield bytes_of(chunk.read().contiguous()).numpy().data
 
 
 def read_models(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

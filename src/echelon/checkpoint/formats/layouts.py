@@ -51,14 +51,29 @@ def layout_of(folder: Location) -> Layout | None:
     return "accelerate" if any(_OF_ACCELERATE.fullmatch(name) for name in names) else None
 
 
+def is_sharded_file(name: str) -> bool:
+    """Return whether a file or folder with this name belongs to the layout of torch.distributed.checkpoint."""
+    return _SHARDED.fullmatch(name) is not None
+
+
 def require_layout(folder: Location) -> Layout:
     """Return the layout of ``folder``.
 
     Raises:
         UsageError: the folder does not exist.
-        CheckpointError: the folder is not a checkpoint.
+        CheckpointError: the folder is not a checkpoint, or has shards that only DeepSpeed can read.
     """
     layout = layout_of(folder)
+    if layout in (None, "accelerate") and not weight_files(folder) and _has_zero_shards(folder):
+        raise CheckpointError(
+            _("{folder} holds the shards of DeepSpeed's ZeRO, which only DeepSpeed can put together", folder=folder),
+            do=_(
+                "run `python -m deepspeed.utils.zero_to_fp32 {folder} OUT --safe_serialization`, which needs deepspeed and writes the weights "
+                "without the optimizer. It unpickles the files, so run it only on a checkpoint that you trust. To keep the optimizer, load the "
+                "checkpoint with DeepSpeed in the program that wrote it",
+                folder=folder,
+            ),
+        )
     if layout is None:
         if isinstance(folder, ObjectPath):
             raise CheckpointError(
@@ -91,22 +106,11 @@ def require_layout(folder: Location) -> Layout:
     return layout
 
 
-def require_whole(folder: Location) -> Layout:
-    """Return the layout of ``folder``; raise an error if it can be read only by unpickling.
-
-    Raises:
-        UsageError: the folder does not exist.
-        CheckpointError: the folder is not a checkpoint, or was written by torch.distributed.checkpoint.
-    """
-    layout = require_layout(folder)
-    if layout == "sharded":
-        raise CheckpointError(
-            f"{folder} was written by torch.distributed.checkpoint; its index (.metadata) is a pickle, and unpickling can run "
-            "code",
-            do="if you trust the checkpoint, convert it with `accelerate merge-weights` and use the result, or save "
-            "it again with FSDP_STATE_DICT_TYPE=FULL_STATE_DICT",
-        )
-    return layout
+def _has_zero_shards(folder: Location) -> bool:
+    """Return whether ``folder``, or a folder in it, has files that DeepSpeed's engine wrote for each rank."""
+    return isinstance(folder, Path) and any(
+        next(folder.glob(f"{inside}*zero_pp_rank_*_optim_states.pt"), None) for inside in ("", "*/", "*/*/")
+    )
 
 
 def weight_files(folder: Path, model: int = 0) -> list[Path]:

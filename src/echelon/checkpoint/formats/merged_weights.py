@@ -18,7 +18,8 @@ from echelon.checkpoint import storage
 from echelon.checkpoint.commit import discard, require_apart
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.conversion import num_models_in, weights_beside
-from echelon.checkpoint.formats.layouts import require_layout, require_whole, weight_files
+from echelon.checkpoint.formats.dcp import open_dcp
+from echelon.checkpoint.formats.layouts import layout_of, require_layout, weight_files
 from echelon.checkpoint.formats.torch_files import load
 from echelon.checkpoint.formats.weight_files import read_model, write_shards
 from echelon.checkpoint.read import Checkpoint
@@ -43,18 +44,18 @@ def merge(
     Safetensors files are copied a few megabytes at a time, and ``torch.save`` files are memory-mapped.
 
     Args:
-        source: checkpoint in Accelerate's or transformers' layout, or in echelon's format (all its files are verified first).
+        source: checkpoint in Accelerate's, transformers' or DCP's layout, or in echelon's format (all its files are verified first).
         folder: existing folder to write to; files with the same names are replaced.
         model: index of the model in the ``prepare`` call; may be None if there is only one model.
         max_shard_bytes: maximum size per file; None writes a single file.
         precision: dtype to convert floating-point tensors to, a key of ``PRECISIONS``; None keeps their dtypes.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or its index is a pickle.
+        CheckpointError: the checkpoint is damaged.
         UsageError: the checkpoint has no such model.
     """
     kind = None if precision is None else PRECISIONS[precision]
-    if require_layout(source) == "echelon":
+    if require_layout(source) in ("echelon", "sharded"):
         checkpoint = open_whole(source, show)
         count = num_models_in(checkpoint)
         model = _chosen(model, count or 1, source)
@@ -77,8 +78,6 @@ def merge(
             )
         weights = weights_of(checkpoint, model_prefix(model)) if count else weights_beside(checkpoint)
     else:
-        if not weight_files(source):
-            require_whole(source)
         count = next(i for i in range(1 << 20) if not weight_files(source, i))
         files = weight_files(source, _chosen(model, count, source))
         if files[0].suffix != ".safetensors":
@@ -104,7 +103,7 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: whether to delete the checkpoint, including its optimizers, once the file is on disk.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or its index is a pickle.
+        CheckpointError: the checkpoint is damaged.
         UsageError: ``output_path`` is inside the checkpoint.
     """
     source, target = Path(checkpoint_dir).resolve(), Path(output_path).resolve()
@@ -124,12 +123,12 @@ def merge_fsdp_weights(
 
 
 def open_whole(source: Path, show: BarOpener) -> Checkpoint:
-    """Verify every file of the checkpoint ``source``, and return it.
+    """Verify every file of the checkpoint ``source``, in echelon's or DCP's format, and return it.
 
     Raises:
         CheckpointError: the checkpoint is damaged; the error names the files.
     """
-    checkpoint = Checkpoint(source)
+    checkpoint = open_dcp(source) if layout_of(source) == "sharded" else Checkpoint(source)
     problems = checkpoint.problems(show=show)
     if problems:
         listing = "\n".join(f"    {problem}" for problem in problems)

@@ -36,6 +36,7 @@ from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
 from echelon.checkpoint.commit import place_of
+from echelon.checkpoint.formats.layouts import layout_of
 from echelon.checkpoint.formats.transformers import (
     ECHELON_DATA,
     OPTIMIZER,
@@ -136,6 +137,8 @@ def find_checkpoint(
 
 
 def _no_training_in(folder: Path) -> str | None:
+    if layout_of(folder) == "sharded":
+        return "has the format of torch.distributed.checkpoint, from which a Trainer cannot resume (an Accelerator can)"
     if holds_training(folder):
         return None
     return "holds only weights (save_only_model), so training cannot resume from it"
