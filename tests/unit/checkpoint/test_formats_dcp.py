@@ -341,3 +341,29 @@ def test_shards_of_deepspeed_are_refused_with_its_own_tool(tmp_path: Path) -> No
             command.main(["convert", str(folder), str(tmp_path / "out")], standalone_mode=False)
         assert f"python -m deepspeed.utils.zero_to_fp32 {folder} OUT" in str(error.value)
         assert "only on a checkpoint that you trust" in str(error.value)
+
+
+def test_the_other_files_of_accelerate_are_read(tmp_path: Path) -> None:
+    """``save_state`` of Accelerate with FSDP2 and two processes."""
+    folder = tmp_path / "c"
+    _saved(folder / "pytorch_model_fsdp_0", model={"w": torch.ones(2)})
+    state = {"state": {"w": {"exp_avg": torch.zeros(2)}}, "param_groups": [{"lr": 0.5, "params": ["w"]}]}
+    _saved(folder / "optimizer_0", optimizer=state)
+    for rank in range(2):
+        torch.save({"step": 7, "random_state": (rank,)}, folder / f"random_states_{rank}.pkl")
+    torch.save({"last_epoch": 7}, folder / "scheduler.bin")
+    torch.save({"count": 1}, folder / "custom_checkpoint_0.pkl")
+    checkpoint = open_dcp(folder)
+    objects = checkpoint.objects()
+    assert (objects["accelerator"], objects["schedulers"]) == ({"step": 7, "num_models": 1}, [{"last_epoch": 7}])
+    assert objects["custom.0"] == {"count": 1}
+    assert [(checkpoint.rank_objects(rank) or {})["random"] for rank in range(2)] == [
+        {"random_state": (0,)},
+        {"random_state": (1,)},
+    ]
+    command.main(["convert", str(folder), str(tmp_path / "own")], standalone_mode=False)  # without a warning
+    own = Checkpoint(tmp_path / "own")
+    assert own.problems() == []
+    assert own.names() == ["models.0.w", "optimizers.0.models.0.w.exp_avg"]
+    assert own.objects()["custom.0"] == {"count": 1}
+    assert (own.manifest.world_size, (own.rank_objects(1) or {})["random"]) == (2, {"random_state": (1,)})
