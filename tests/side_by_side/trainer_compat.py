@@ -155,7 +155,7 @@ def problems(table: list[Row]) -> Iterator[str]:
 
 # Attributes and properties without an entry.
 _INNER = frozenset(
-    {"batches_of", "ddp_timeout_delta", "distributed_state", "fsdp_plugin_args", "logging_dir", "place_model_on_device"}
+    {"batches_of", "ddp_timeout_delta", "distributed_state", "fsdp_plugin_args", "place_model_on_device"}
 )
 
 

@@ -58,6 +58,9 @@ OWN: dict[str, Any] = {
     "pipeline_num_micro_batches": None,
     "master_weights": None,
     "activation_checkpointing_blocks": None,
+    # transformers before 5.15 has these
+    "logging_dir": None,
+    "warmup_ratio": None,
 }
 
 
@@ -97,7 +100,6 @@ def test_the_signature_is_that_of_the_fields() -> None:
         ({"warmup_ratio": 0.1}, "warmup_steps", 0.1),
         ({"warmup_ratio": 0.1, "warmup_steps": 0}, "warmup_steps", 0.1),
         ({"warmup_ratio": 0.1, "warmup_steps": 20}, "warmup_steps", 20),
-        ({"warmup_ratio": 0.0, "warmup_steps": 20}, "warmup_steps", 20),
         ({"group_by_length": False}, "train_sampling_strategy", "random"),
         ({"no_cuda": True}, "use_cpu", True),
         ({"per_gpu_train_batch_size": 3}, "per_device_train_batch_size", 3),
@@ -293,6 +295,28 @@ def test_the_argument_parser_of_transformers_reads_every_field(tmp_path: Path) -
         (tmp_path / "args.json").write_text('{"output_dir": "out", "warmup_steps": 3, "fsdp": "full_shard"}')
         (args,) = transformers.HfArgumentParser(kind).parse_json_file(tmp_path / "args.json")
         assert (args.warmup_steps, args.fsdp) == (3, "full_shard")
+
+
+def test_an_argument_parser_finds_the_old_names_that_transformers_had_as_fields() -> None:
+    # LLaMA-Factory's examples set warmup_ratio in a file, which HfArgumentParser.parse_dict compares with the fields.
+    transformers = pytest.importorskip("transformers")
+    parser = transformers.HfArgumentParser(TrainingArguments)
+    with pytest.warns(EchelonWarning, match="warmup_ratio= was renamed to warmup_steps="):
+        (args,) = parser.parse_dict({"output_dir": "out", "warmup_ratio": 0.1, "logging_dir": None})
+    assert (args.warmup_steps, args.warmup_ratio, args.logging_dir) == (0.1, None, None)
+    with pytest.warns(EchelonWarning):
+        (args,) = parser.parse_args_into_dataclasses(["--warmup_ratio", "0.2", "--logging_dir", "logs"])
+    assert (args.warmup_steps, args.logging_dir) == (0.2, "logs")
+    (args,) = parser.parse_args_into_dataclasses(["--warmup_steps", "3"])  # without a warning
+    assert args.warmup_steps == 3
+
+    @dataclass
+    class Arguments(TrainingArguments):  # as ms-swift's
+        warmup_ratio: float = 0.0
+
+    assert Arguments(warmup_steps=3).warmup_steps == 3  # without a warning
+    with pytest.warns(EchelonWarning, match="warmup_ratio"):
+        assert Arguments(warmup_ratio=0.3).warmup_steps == 0.3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from echelon.trainer.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
 
@@ -277,5 +277,6 @@ class TrainingFields:
     activation_checkpointing_blocks: str | None = extra(
         None, "Class names of the blocks, if activation_checkpointing is 'full', 'selective' or 'offload'."
     )
-
-    logging_dir: ClassVar[str | None] = None
+    # Fields of transformers before 5.15, which argument parsers of programs that were written for it look for.
+    logging_dir: str | None = extra(None, "Deprecated: directory of the trackers; see TENSORBOARD_LOGGING_DIR.")
+    warmup_ratio: float | None = extra(None, "Old name of warmup_steps, which may be a fraction of all steps.")

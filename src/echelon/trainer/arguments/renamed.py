@@ -9,13 +9,13 @@ from echelon.base.errors import ConfigError
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.enums import suggest
+from echelon.trainer.arguments.fields import TrainingFields
 
 _Value = Any
 # old name -> (new name, conversion of the value; a result of None leaves the new setting unset)
 _CONVERTED: Mapping[str, tuple[str, Callable[[_Value], _Value]]] = {
     "evaluation_strategy": ("eval_strategy", lambda value: value),
     "evaluate_during_training": ("eval_strategy", lambda value: "steps" if value else "no"),
-    "warmup_ratio": ("warmup_steps", lambda value: float(value) or None),
     "group_by_length": ("train_sampling_strategy", lambda value: "group_by_length" if value else None),
     "no_cuda": ("use_cpu", lambda value: value),
     "per_gpu_train_batch_size": ("per_device_train_batch_size", lambda value: value),
@@ -52,15 +52,11 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "fp16_backend": N_("torch's own mixed precision is used"),
     "half_precision_backend": N_("torch's own mixed precision is used"),
 }
-# Still supported, as an attribute instead of a field.
-KEPT: Mapping[str, str] = {"logging_dir": N_("trackers still write to it")}
-
 _OLD_VALUES: Mapping[tuple[str, str], str] = {("optim", "adamw_hf"): "adamw_torch"}
 
 
 def translate(given: Mapping[str, Any], *, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename old keyword arguments to their current names, with a warning for each; names in ``KEPT`` are left
-    unchanged.
+    """Rename old keyword arguments to their current names, with a warning for each.
 
     Raises:
         ConfigError: a name is unknown, or an old name and its new name have different values.
@@ -81,17 +77,24 @@ def translate(given: Mapping[str, Any], *, fields: Mapping[str, Any]) -> dict[st
                 _put_key(result, new, key, value, old=name)
         elif name in _WITHOUT_EFFECT:
             _warn(_("{name}= has no effect: {why}", name=name, why=_(_WITHOUT_EFFECT[name])))
-        elif name in KEPT:
-            _warn(_("{name}= is deprecated: {why}", name=name, why=_(KEPT[name])))
-            result[name] = value
         else:
-            known = [*fields, *_CONVERTED, *_MOVED, *_WITHOUT_EFFECT, *KEPT]
+            known = [*fields, *_CONVERTED, *_MOVED, *_WITHOUT_EFFECT]
             raise ConfigError(
                 f"TrainingArguments has no setting {name!r}",
                 where="TrainingArguments",
                 do=suggest(name, known, otherwise="see help(TrainingArguments)"),
             )
     return result
+
+
+def translate_fields(args: TrainingFields) -> None:
+    """Translate the old names that are fields, so that argument parsers find them, with a warning for each."""
+    if args.logging_dir is not None:
+        _warn(_("{name}= is deprecated: {why}", name="logging_dir", why=_("trackers still write to it")))
+    if args.warmup_ratio:
+        _warn(_("{name}= was renamed to {new}=", name="warmup_ratio", new="warmup_steps"))
+        args.warmup_steps = args.warmup_steps or args.warmup_ratio  # tutorials also pass warmup_steps=0
+    args.warmup_ratio = None
 
 
 def _rename_value(name: str, value: Any) -> Any:
@@ -108,11 +111,6 @@ def _warn(message: str) -> None:
 
 def _put(result: dict[str, Any], new: str, value: Any, *, old: str, default: Any) -> None:
     if new in result and result[new] != value:
-        if old == "warmup_ratio" and not result[new]:
-            result[new] = value  # tutorials also pass warmup_steps=0
-            return
-        if old == "warmup_ratio":
-            return  # warmup_steps takes precedence
         raise ConfigError(
             f"{old}={value!r} and {new}={result[new]!r} conflict: {old} is the old name of {new}",
             where="TrainingArguments",

@@ -36,7 +36,7 @@ from echelon.trainer.arguments.enums import (
 from echelon.trainer.arguments.fields import TrainingFields, setting
 from echelon.trainer.arguments.parsers import as_dict, parse_duration, parse_report_to
 from echelon.trainer.arguments.plugins import deepspeed_plugin, fsdp_plugin
-from echelon.trainer.arguments.renamed import KEPT, translate
+from echelon.trainer.arguments.renamed import translate, translate_fields
 from echelon.trainer.arguments.validation import (
     check_values,
     refuse_optimizer,
@@ -93,11 +93,8 @@ class _AcceptsOldNames(type):
         def __call__(cls, *values: Any, **named: Any) -> Any:
             known = {item.name: _default(item) for item in fields(cls) if item.init}
             extra = inspect.signature(cls.__init__).parameters.keys() - known.keys()  # of a subclass's __init__
-            renamed = translate(named, fields={**known, **dict.fromkeys(extra)})
-            kept = {name: renamed.pop(name) for name in KEPT if name in renamed and name not in known}
-            arguments = super().__call__(*values, **renamed)
-            for name, value in kept.items():
-                setattr(arguments, name, value)
+            arguments = super().__call__(*values, **translate(named, fields={**known, **dict.fromkeys(extra)}))
+            translate_fields(arguments)
             return arguments
 
         @property
@@ -118,8 +115,6 @@ class TrainingArguments(TrainingFields, metaclass=_AcceptsOldNames):
     _n_gpu: ClassVar[int | None] = None  # existing scripts set this attribute
 
     default_optim: ClassVar[str] = "adamw_torch_fused"
-    logging_dir: ClassVar[str | None] = None  # in transformers before 5.15
-    warmup_ratio: ClassVar[float | None] = None  # in transformers before 5.15
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = list(_DICTS)
     """Fields that accept a dict as a JSON string; a subclass adds its own."""
