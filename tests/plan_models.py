@@ -89,7 +89,7 @@ def draw(seed: int, *, max_world_size: int = 8) -> Drawn:
     divisors = [n for n in range(1, world_size) if world_size % n == 0] or [1]
     mixed = rng.choice(["no", "bf16"])
     low = rng.random() < 0.4
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocabulary": rng.randint(3, 40),
         "width": rng.randint(1, 19),
         "hidden": rng.randint(1, 33),

@@ -50,6 +50,8 @@ class Hardware:
     host: Link
     is_known: bool = True
     """False: the user named no device, so times only compare layouts."""
+    overlaps: bool = True
+    """Whether collectives run beside computation; not on CPUs, whose cores do both."""
 
 
 def _device(

@@ -60,10 +60,11 @@ def step_time(
             h.num_bytes for h in holdings(model, layout, rank) if h.on_host and h.category != "optimizer state"
         )
         offload = (2 * layout.accumulation + 1) * shards / hardware.host.bandwidth
+    compute += sum(map(_copied_bytes, costs)) / (hardware.device.bandwidth * EFFICIENCY)
     hidden, shown = 0.0, 0.0
     for cost in costs:
         seconds = collective_seconds(cost, layout, cluster, hardware)
-        if cost.axis.startswith(("dp", "efsdp", "cp")) and cost.when != "optimizer":
+        if hardware.overlaps and cost.axis.startswith(("dp", "efsdp", "cp")) and cost.when != "optimizer":
             hidden += seconds
         else:
             shown += seconds
@@ -72,6 +73,13 @@ def step_time(
     exposed += min(hidden, compute) / max(2, len(model.units) + 1)
     idle = compute * (layout.pp - 1) / layout.accumulation if layout.pp > 1 else 0.0
     return StepTime(compute=compute, optimizer=optimizer, exposed=exposed, idle=idle, offload=offload)
+
+
+def _copied_bytes(cost: CollectiveCost) -> int:
+    """Return the bytes that are read and written beside a collective: to and from the buckets of DDP, and the buffers of fully_shard."""
+    if cost.kind == "all_reduce" and cost.axis == "dp" and cost.when == "backward":
+        return 4 * cost.bytes
+    return 2 * cost.bytes if cost.kind in ("all_gather", "reduce_scatter") and cost.axis != "tp" else 0
 
 
 def _micro_step(

@@ -1,0 +1,226 @@
+"""Compares the ranking of layouts by ``plan_layout`` with measured steps, on this machine's CPU with gloo.
+
+For each of ten models, ten layouts compute the same global batch on two processes of one thread each (``single``: on one of them). The
+FLOP/s, the bandwidth of memory and that of gloo are measured first; the plan knows nothing else of the machine. Layouts take turns, and the
+fastest step of each counts, because other programs only slow a step down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from echelon.engines.ddp import DDPEngine
+from echelon.engines.fsdp.fsdp2 import FSDP2Engine
+from echelon.engines.fsdp.options import ShardingOptions
+from echelon.engines.single import SingleEngine
+from echelon.engines.zero1 import Zero1Engine
+from echelon.plan.devices import Device, Hardware, Link
+from echelon.plan.facts import Cluster, ParallelLayout, StepSettings
+from echelon.plan.layouts import plan_layout
+from echelon.plan.step_time import EFFICIENCY
+from echelon.plan.trace import trace_step
+from echelon.world.world import World
+
+
+class Shape(NamedTuple):
+    """Of a stack of blocks, and the rows of the global batch."""
+
+    width: int
+    layers: int
+    rows: int
+
+
+SHAPES = [
+    Shape(64, 4, 4096),
+    Shape(128, 8, 1024),
+    Shape(256, 4, 256),
+    Shape(256, 8, 1024),
+    Shape(384, 4, 64),
+    Shape(512, 2, 512),
+    Shape(512, 4, 32),
+    Shape(512, 8, 128),
+    Shape(768, 4, 16),
+    Shape(1024, 2, 64),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return out
+
+
+class Stack(nn.Sequential):
+    _no_split_modules = ("Block",)
+
+
+def build(shape: Shape) -> tuple[Stack, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Stack(*(Block(shape.width) for _ in range(shape.layers)), nn.Linear(shape.width, shape.width))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def layouts(shape: Shape) -> dict[str, ParallelLayout]:
+    found = {}
+    for accumulation in (1, 4):
+        name = "" if accumulation == 1 else f", {accumulation} micro-steps"
+        whole = StepSettings(micro_batch=shape.rows // accumulation)
+        half = replace(whole, micro_batch=whole.micro_batch // 2)
+        found |= {
+            f"single{name}": ParallelLayout("single", whole, accumulation),
+            f"ddp{name}": ParallelLayout("ddp", half, accumulation, dp_replicate=2),
+            f"zero1{name}": ParallelLayout("zero1", half, accumulation, dp_replicate=2),
+            f"fsdp2, stage 2{name}": ParallelLayout("fsdp2", half, accumulation, dp_shard=2, stage=2),
+            f"fsdp2, stage 3{name}": ParallelLayout("fsdp2", half, accumulation, dp_shard=2),
+        }
+    return found
+
+
+# ---- what is measured ----------------------------------------------------------------------------------------------------
+
+
+def fastest(work: Callable[[], object], turns: int) -> float:
+    """Return the seconds of the fastest of several calls."""
+    found = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def calibrate() -> Hardware:
+    """Measure one process while the other one does the same. Collective: call on both ranks."""
+    a, b = torch.randn(512, 512), torch.randn(512, 2048)
+    dist.barrier()
+    flops = 2 * 512 * 512 * 2048 / fastest(lambda: a @ b, 20)
+    large, target = torch.zeros(2**24), torch.zeros(2**24)
+    dist.barrier()
+    bandwidth = 2 * large.nbytes / fastest(lambda: target.copy_(large), 5)
+    dist.barrier()
+    latency = fastest(lambda: dist.all_reduce(torch.zeros(1)), 50)
+    message = torch.zeros(2**21)
+    dist.barrier()
+    seconds = fastest(lambda: dist.all_reduce(message), 5)
+    link = Link(message.nbytes / seconds, latency / 2)
+    device = Device("this CPU", 2**34, bandwidth / EFFICIENCY, {"float32": flops / EFFICIENCY})
+    return Hardware(device=device, link=link, network=link, host=Link(bandwidth, 0.0), overlaps=False)
+
+
+def prepared_step(shape: Shape, layout: ParallelLayout) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return a function that makes a step, and one that frees the model. Collective: call on both ranks."""
+    world = World.current(cpu=True)
+    engine: Any
+    if layout.engine == "fsdp2":
+        engine = FSDP2Engine(world, options=ShardingOptions(reshard_after_forward=layout.stage == 3))
+    else:
+        engine = {"single": SingleEngine, "ddp": DDPEngine, "zero1": Zero1Engine}[layout.engine](world)
+    own, stepping = build(shape)
+    prepared = engine.prepare([own], [stepping], [])
+    (model,), (optimizer,) = prepared.models, prepared.optimizers
+    batch = torch.randn(layout.settings.micro_batch, shape.width)
+    idle = layout.engine == "single" and dist.get_rank() > 0
+
+    def step() -> None:
+        if idle:
+            return
+        for micro_step in range(layout.accumulation):
+            if micro_step < layout.accumulation - 1:
+                with engine.no_sync(model):
+                    engine.backward(loss_of(model, batch), model)
+            else:
+                engine.backward(loss_of(model, batch), model)
+        engine.step(optimizer)
+        engine.zero_grad(optimizer)
+
+    return step, engine.release
+
+
+def measure(rank: int, store: str, turns: int, shapes: list[Shape], results: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    found: dict[str, Any] = {"hardware": calibrate(), "seconds": []}
+    for shape in shapes:
+        steps = {name: prepared_step(shape, layout) for name, layout in layouts(shape).items()}
+        seconds = dict.fromkeys(steps, float("inf"))
+        for turn in range(turns + 1):
+            for name, (step, _) in steps.items():
+                dist.barrier()
+                taken = fastest(step, 1)
+                if turn:
+                    seconds[name] = min(seconds[name], taken)
+        for _, release in steps.values():
+            release()
+        found["seconds"].append(seconds)
+    if rank == 0:
+        torch.save(found, results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ---- what is planned -----------------------------------------------------------------------------------------------------
+
+
+def planned(shape: Shape, hardware: Hardware) -> dict[str, float]:
+    found, traced = {}, {}
+    cluster = Cluster(gpus_per_node=2, nodes=1, gpu_memory=2**34)
+    for name, layout in layouts(shape).items():
+        if layout.settings not in traced:
+            model, optimizer = build(shape)
+            batch = torch.randn(layout.settings.micro_batch, shape.width)
+            traced[layout.settings] = trace_step(model, optimizer, loss_of, batch, layout.settings, device="cpu")
+        facts, trace = traced[layout.settings]
+        found[name] = plan_layout(facts, trace, layout, cluster, hardware=hardware).seconds
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=3, help="steps of each layout")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the models")
+    options = parser.parse_args()
+    shapes = SHAPES[: options.shapes]
+    with tempfile.TemporaryDirectory() as folder:
+        results = str(Path(folder) / "results")
+        mp.spawn(measure, (str(Path(folder) / "store"), options.turns, shapes, results), nprocs=2)
+        found = torch.load(results, weights_only=False)  # written above
+    hardware = found["hardware"]
+    print(
+        f"calibrated: {hardware.device.flops['float32'] * EFFICIENCY / 1e9:.0f} GFLOP/s, {hardware.device.bandwidth * EFFICIENCY / 1e9:.1f} GB/s of "
+        f"memory, {hardware.link.bandwidth / 1e9:.2f} GB/s and {hardware.link.latency * 1e6:.0f} us of gloo"
+    )
+    hits = 0
+    for shape, seconds in zip(shapes, found["seconds"]):
+        plans = planned(shape, hardware)
+        best = min(plans, key=lambda name: plans[name])
+        order = sorted(seconds, key=lambda name: seconds[name])
+        hits += best in order[:2]
+        print(
+            f"{tuple(shape)}: planned {best} ({plans[best]:.3f} s, measured {seconds[best]:.3f} s, place {order.index(best) + 1}); measured "
+            f"{order[0]} ({seconds[order[0]]:.3f} s), {order[1]} ({seconds[order[1]]:.3f} s), ..., {order[-1]} ({seconds[order[-1]]:.3f} s)"
+        )
+    print(f"the best by plan is among the measured best two in {hits} of {len(shapes)}")
+
+
+if __name__ == "__main__":
+    main()
