@@ -1,6 +1,7 @@
 """Measures the cost of saving 1 GB of state: with and without checksums, in the background, and compared with other libraries.
 
-Run it on a quiet machine: ``python benchmarks/checkpoint.py [--folder DIR] [--megabytes N] [--turns N] [--write]``. The variants
+Run it on a quiet machine: ``python benchmarks/checkpoint.py [--folder DIR] [--megabytes N] [--turns N] [--write]``. With ``--url``,
+it saves to an object store in the background, beside ``dcp.async_save`` with fsspec (and s3fs), and only prints the result. The variants
 run in alternating order and are compared within each turn, because the speed of a disk varies. Libraries that are not installed are
 skipped.
 """
@@ -14,18 +15,21 @@ import importlib.util
 import io
 import statistics
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from results import footer, publish
 
 import echelon.checkpoint.tensor_file as tensor_file
 from echelon.checkpoint.background_save import BackgroundSaver
+from echelon.checkpoint.object_store import location
 from echelon.checkpoint.read import open_verified
 from echelon.checkpoint.save import Content, begin_save, save
 from echelon.world.world import World
@@ -207,6 +211,72 @@ def section(times: Times, tensors: dict[str, torch.Tensor], turns: int) -> str:
     )
 
 
+class _PeakBytes:
+    """The most host memory that this process uses inside the block beyond what it used at its beginning."""
+
+    def __enter__(self) -> _PeakBytes:
+        self.value, self._over, self._process = 0, threading.Event(), psutil.Process()
+        before = self._process.memory_info().rss
+
+        def sample() -> None:
+            while not self._over.wait(0.005):
+                self.value = max(self.value, self._process.memory_info().rss - before)
+
+        self._thread = threading.Thread(target=sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def measure_url(url: str, tensors: dict[str, torch.Tensor], turns: int) -> list[str]:
+    """Return lines that compare background saves to ``url``: the seconds blocked, those until the checkpoint is durable, memory."""
+    saver, world = BackgroundSaver(), World.current(cpu=True)
+    target = location(f"{url}/echelon")
+    buffers = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def own() -> Callable[[], Any]:
+        saver.start(begin_save(target, Content(tensors=tensors), world=world))
+        return saver.wait
+
+    variants: dict[str, Callable[[], Callable[[], Any]]] = {"echelon": own}
+    if importlib.util.find_spec("s3fs") is not None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        def other() -> Callable[[], Any]:
+            pending: Any = dcp.async_save(dict(tensors), storage_writer=FsspecWriter(f"{url}/dcp"))
+            return lambda: pending.result()
+
+        variants["dcp.async_save"] = other
+    found: dict[str, list[tuple[float, ...]]] = {}
+    copies = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _turn in range(turns + 1):
+            copies.append(_seconds(lambda: [buffers[name].copy_(tensor) for name, tensor in tensors.items()]))
+            for name, start in variants.items():
+                with _PeakBytes() as peak:
+                    began = time.perf_counter()
+                    wait = start()
+                    blocked = time.perf_counter() - began
+                    wait()
+                found.setdefault(name, []).append((blocked, time.perf_counter() - began, peak.value / 1e6))
+    finally:
+        dist.destroy_process_group()
+    lines = [f"copy in memory: {statistics.median(copies[1:]):.3f} s"]
+    for name, values in found.items():
+        blocked, durable, _ = (statistics.median(column) for column in zip(*values[1:]))
+        megabytes = max(value[2] for value in values)  # of the first turn, which allocates what the others use again
+        ratio = statistics.median(value[0] / copy for value, copy in zip(values[1:], copies[1:]))
+        lines.append(
+            f"{name}: blocked {blocked:.3f} s ({ratio:.2f} copies), durable after {durable:.2f} s, {megabytes:,.0f} MB of memory"
+        )
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", help="existing folder on the disk to measure")
@@ -214,7 +284,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--pairs", type=int, default=60, help="number of pairs of saves with and without checksums")
     parser.add_argument("--write", action="store_true", help="replace the section in RESULTS.md")
+    parser.add_argument("--url", help="save to this URL of an object store instead")
     arguments = parser.parse_args()
+    if arguments.url:
+        print("\n".join(measure_url(arguments.url, _tensors(arguments.megabytes), arguments.turns)))
+        return
     tensors = _tensors(arguments.megabytes)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         times = measure(Path(scratch), tensors, arguments.turns, arguments.pairs)

@@ -23,7 +23,7 @@ from tests.checkpoint_ranks import content_of, on_threads
 from tests.object_server import FAULTS, VARIABLES, order
 
 PREFIX = "checkpoint_"
-NUM_SAVES = 2  # of a run, if it is not killed
+NUM_SAVES = 4  # of a run, if it is not killed
 
 
 def newest_step(run: Any) -> int:
@@ -81,9 +81,9 @@ def main(endpoint: str, num_kills: int, share: float, seed: int) -> None:
                 traceback.print_exc()
             finally:
                 os._exit(code)
-        # A run without faults sends some 80 requests.
+        # A run without faults sends some 200 requests.
         order(
-            endpoint, share=share, seed=draw.random(), victim=pid, at=draw.randint(1, 80), is_done=draw.random() < 0.5
+            endpoint, share=share, seed=draw.random(), victim=pid, at=draw.randint(1, 200), is_done=draw.random() < 0.5
         )
         os.close(write)
         os.write(go_write, b"x")
@@ -95,7 +95,6 @@ def main(endpoint: str, num_kills: int, share: float, seed: int) -> None:
         reported, saves = numbers[-1] if numbers else reported, saves + len(numbers)
         counters = order(endpoint)
         faults = {name: faults[name] + counters[name] for name in FAULTS}
-        print(counters, file=sys.stderr)
         if os.WIFSIGNALED(status):
             kills += 1
         elif status != 0:

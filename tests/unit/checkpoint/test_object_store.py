@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from echelon.base.errors import CheckpointError, UsageError
+from echelon import Accelerator, Trainer, TrainingArguments
+from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.checkpoint import object_store, storage
+from echelon.checkpoint.background_save import BackgroundSaver
 from echelon.checkpoint.commit import clean
 from echelon.checkpoint.listing import list_folder
 from echelon.checkpoint.lock import RunLock
@@ -19,6 +26,7 @@ from echelon.checkpoint.object_store import ObjectPath, location
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.checkpoint.save import Content, PendingCheckpoint, SaveFailedError, begin_save, save
+from echelon.utils import ProjectConfiguration
 from tests.checkpoint_ranks import content_of, on_threads, world_of_threads
 
 pytest.importorskip("obstore")
@@ -212,3 +220,160 @@ def test_100_flipped_bits_are_found(run: ObjectPath) -> None:
         assert found, name
         object_store.write_object(place / name, contents[name])
     assert Checkpoint(run / "c").problems() == []
+
+
+# ---- the levels ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_the_accelerator_resumes_from_a_url(
+    run: ObjectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def start() -> tuple[Accelerator, torch.nn.Module]:
+        project = ProjectConfiguration(str(run), automatic_checkpoint_naming=True, total_limit=2, keep_best=1)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        return accelerator, accelerator.prepare(torch.nn.Linear(2, 2))
+
+    accelerator, model = start()
+    assert not accelerator.resume()
+    for number in range(3):
+        torch.nn.init.constant_(model.weight, number)
+        saved = accelerator.save_state(blocking=number != 1, metric=abs(number - 1))
+        assert saved == run / "checkpoints" / f"checkpoint_{number}"
+    accelerator.save_model(model, f"{run}/exported")
+    assert accelerator.best_checkpoint == run / "checkpoints" / "checkpoint_1"
+    accelerator.end_training()
+    assert str(accelerator.logging_dir) == str(tmp_path / run.name)
+    assert [path.name for path in numbered(run / "checkpoints", prefix="checkpoint_")] == [
+        "checkpoint_1",
+        "checkpoint_2",
+    ]
+
+    accelerator, model = start()
+    assert accelerator.resume(must_exist=True)
+    assert model.weight.eq(2).all()
+    accelerator.load_state(accelerator.best_checkpoint)
+    assert model.weight.eq(1).all()
+    accelerator.end_training()
+    assert object_store.entries(run / "exported") == ["model.safetensors"]
+    assert list(tmp_path.glob("echelon-*")) == []
+
+
+def test_a_trainer_resumes_from_a_url(run: ObjectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = torch.arange(64.0).reshape(64, 1) / 64
+
+    def train(output_dir: str, max_steps: int) -> Trainer:
+        torch.manual_seed(3)
+        args = TrainingArguments(
+            output_dir,
+            max_steps=max_steps,
+            lr_scheduler_type="constant",
+            save_steps=2,
+            save_total_limit=2,
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            resume_from_checkpoint="auto",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        loss = lambda outputs, labels: torch.nn.functional.mse_loss(outputs, labels)  # noqa: E731
+        data = (x, 2 * x)
+        trainer = Trainer(torch.nn.Linear(1, 1), args, train_dataset=data, eval_dataset=data, compute_loss_func=loss)
+        trainer.train()
+        return trainer
+
+    train(str(run), 4)
+    trainer = train(str(run), 8)
+    reference = train("local", 8)  # the same, without an interruption and in a folder
+    assert torch.equal(trainer.model.weight, reference.model.weight)
+    assert trainer.state.best_model_checkpoint == f"{run}/checkpoint-8"
+    assert [path.name for path in numbered(run, prefix="checkpoint-")] == ["checkpoint-6", "checkpoint-8"]
+    trainer.save_model()
+    assert "model.safetensors" in object_store.entries(run)
+    assert sorted(path.name for path in (tmp_path / run.name).iterdir()) == []
+
+
+# ---- in the background -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_training_waits_for_one_copy_in_memory(run: ObjectPath) -> None:
+    tensors = {f"w{i}": torch.randn(1 << 20) for i in range(64)}  # 256 MB
+    buffers = {name: tensor.clone() for name, tensor in tensors.items()}
+    saver, blocked, copied = BackgroundSaver(), [], []
+    for _ in range(8):  # the first one allocates the memory
+        began = time.perf_counter()
+        for name, tensor in tensors.items():
+            buffers[name].copy_(tensor)
+        copied.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        saver.start(begin_save(run / "c", Content(tensors=tensors), world=WORLD))
+        blocked.append(time.perf_counter() - began)
+        saver.wait()
+    # The least of them, because other processes share the processors.
+    assert min(blocked[1:]) < 1.2 * min(copied[1:]) + 0.005, (blocked, copied)
+
+
+def test_the_next_save_waits_for_the_upload_before(run: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go, order, saver = threading.Event(), [], BackgroundSaver()
+    real = object_store.write_object
+
+    def write(path: ObjectPath, content: object, *, num_bytes: int = 0) -> None:
+        if path.parent.parent == run / "a":
+            assert may_go.wait(60)
+        real(path, content, num_bytes=num_bytes)
+        order.append(f"{path.parent.parent.name} {path.name}")
+
+    monkeypatch.setattr(object_store, "write_object", write)
+    weight = torch.zeros(3)
+    saver.start(begin_save(run / "a", Content(tensors={"w": weight}), world=WORLD))
+    weight.fill_(1)  # training goes on
+    assert not object_store.is_checkpoint(run / "a")  # and nobody has reported it
+    threading.Timer(0.05, may_go.set).start()
+    saver.start(begin_save(run / "b", Content(tensors={"w": weight}), world=WORLD))
+    saver.wait()
+    assert [one for one in order if "manifest" in one] == ["a manifest.json", "b manifest.json"]
+    assert Checkpoint(run / "a").read("w").eq(0).all()
+    assert Checkpoint(run / "b").read("w").eq(1).all()
+
+
+EXITS = """
+import os, sys, threading
+import torch
+from echelon.checkpoint import background_save, object_store
+from echelon.checkpoint.save import Content, begin_save
+from tests.checkpoint_ranks import world_of_threads
+background_save._EXIT_POLL_S = 0.01
+real, told = object_store.write_object, threading.Event()
+background_save._logger.warning = lambda *arguments: (print(arguments[0] % arguments[1:]), told.set())
+def write(path, content, **options):
+    assert told.wait(60)  # the program has ended
+    real(path, content, **options)
+object_store.write_object = write
+saver = background_save.BackgroundSaver()
+place = object_store.location("memory:///run")
+import atexit
+saver.start(begin_save(place, Content(objects={"step": 3}), world=world_of_threads(0, 1)))
+atexit.register(lambda: print("saved" if object_store.is_checkpoint(place) else "lost"))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_not_uploaded_at_exit_is_said_and_finished() -> None:
+    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "the program has ended; it exits when the checkpoint memory:///run is uploaded",
+        "saved",
+    ]
+
+
+def test_a_trainer_refuses_what_a_store_cannot_hold() -> None:
+    for wrong in ({"push_to_hub": True}, {"save_on_each_node": True}, {"checkpoint_format": "transformers"}):
+        with pytest.raises(ConfigError, match="does not work with output_dir=s3://bucket/run"):
+            TrainingArguments("s3://bucket/run", use_cpu=True, report_to="none", **wrong)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint import object_store
@@ -18,6 +19,7 @@ from echelon.checkpoint.lock import RunLock
 from echelon.checkpoint.object_store import ObjectPath
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.save import Content, SaveFailedError, save
+from echelon.cli.main import _run as main
 from tests.checkpoint_ranks import content_of, on_threads, world_of_threads
 from tests.object_server import FAULTS, ROOT, VARIABLES, order, serving
 
@@ -144,3 +146,30 @@ def test_a_second_run_is_refused_by_name_until_the_first_is_killed(
     lock.require()
     lock.release()
     assert not object_store.objects_in(run)
+
+
+@pytest.mark.slow
+def test_the_commands_in_the_document_run(
+    run: ObjectPath, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ObjectPath("s3://bucket", "run") / "checkpoints"
+    weight = torch.randn(5, 2)
+    for number in range(2):
+        tensors = {"models.0.weight": weight + number}
+        save(place / f"checkpoint_{number}", Content(tensors=tensors, progress={"step": number}), world=WORLD)
+    monkeypatch.chdir(tmp_path)
+    pages = [(ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "checkpoints.zh.md")]
+    commands, same = (re.findall(r"^\$ echelon (checkpoint \S+ s3://.*)$", page, re.MULTILINE) for page in pages)
+    assert commands == same
+    assert [command.split()[1] for command in commands] == ["ls", "verify", "merge"]
+    shown = []
+    for command in commands:
+        assert main(command.split()) == 0, capsys.readouterr()
+        shown.append(capsys.readouterr().out)
+    assert re.search(r"checkpoint_1 +1 .*complete\ncheckpoint_0 +0 .*complete", shown[0])
+    assert shown[1].count("intact: 3 files") == 2
+    assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["weight"], weight + 1)
+    assert main(["checkpoint", "merge", "s3://bucket/run", "s3://bucket/merged"]) == 0
+    assert list(object_store.objects_in(ObjectPath("s3://bucket", "merged"))) == ["model.safetensors"]
+    assert main(["checkpoint", "show", "s3://bucket/run"]) == 0
+    assert "weight" in capsys.readouterr().out

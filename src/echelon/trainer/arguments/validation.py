@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from echelon.base.errors import ConfigError
 from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _
+from echelon.checkpoint.object_store import is_url
 from echelon.trainer.arguments.enums import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType
 from echelon.trainer.arguments.fields import TrainingFields
 from echelon.trainer.arguments.plugins import read_fsdp
@@ -63,6 +64,22 @@ def check_values(args: TrainingFields) -> None:
     Raises:
         ConfigError: a value is invalid, or values conflict.
     """
+    if is_url(args.output_dir):
+        local = {
+            "push_to_hub": args.push_to_hub,
+            "save_on_each_node": args.save_on_each_node,
+            "checkpoint_format='transformers'": args.checkpoint_format == "transformers",
+        }
+        if named := [name for name, is_set in local.items() if is_set]:
+            raise ConfigError(
+                _(
+                    "{settings} does not work with output_dir={output_dir}",
+                    settings=named[0],
+                    output_dir=args.output_dir,
+                ),
+                where=f"TrainingArguments.{named[0].partition('=')[0]}",
+                do=_("remove it, or set output_dir to a local folder"),
+            )
     if args.trackio_static_space_id:
         raise ConfigError(
             f"trackio_static_space_id={args.trackio_static_space_id!r} is not supported by echelon",
