@@ -377,3 +377,18 @@ def test_a_trainer_refuses_what_a_store_cannot_hold() -> None:
     for wrong in ({"push_to_hub": True}, {"save_on_each_node": True}, {"checkpoint_format": "transformers"}):
         with pytest.raises(ConfigError, match="does not work with output_dir=s3://bucket/run"):
             TrainingArguments("s3://bucket/run", use_cpu=True, report_to="none", **wrong)
+
+
+def test_a_stale_run_cannot_commit(run: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    old = RunLock(run / ".lock")
+    stale = begin_save(run / "c", Content(objects={"step": 1}), world=WORLD, fence=old.require)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    new = RunLock(run / ".lock")
+    save(run / "c", Content(objects={"step": 2}), world=WORLD, fence=new.require)
+    with pytest.raises(CheckpointError, match="may no longer write checkpoints to memory:"):
+        stale.finish()
+    new.release()
+    assert Checkpoint(run / "c").objects() == {"step": 2}
+    assert len(object_store.entries(run / "c")) == 1
