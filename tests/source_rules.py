@@ -43,6 +43,7 @@ ENVIRONMENT_USERS = {
     "base/environ.py": "the accessor; the modules of base/ that need one fact call its functions for it",
     "compat/variables.py": "accelerate's public functions that read, patch and clear variables of any name",
     "compat/probes.py": "accelerate's is_..._available() depend on variables of their own, and torch's probe needs one",
+    "plan/capture.py": "tells the trackers of a script that runs without memory to write nothing",
     "ecosystem/swap.py": "install() tells the processes that this one starts, which echelon does not launch",
     "cli/help/completion.py": "the words that a shell hands to click's completion, and click reads from there",
 }

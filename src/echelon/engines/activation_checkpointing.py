@@ -80,6 +80,26 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str, *, where: str
         block.forward = partial(_recomputed, block, run, block.forward)
 
 
+def checkpointing_mode(model: nn.Module) -> str:
+    """Return the mode of the blocks in ``model``: ``full`` also if transformers' own checkpointing is on, ``none`` if nothing is."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is _recomputed:
+            run = forward.args[1]
+            return "full" if run is _keep_inputs else "selective" if run is _keep_products else "offload"
+    return "full" if getattr(model, "is_gradient_checkpointing", False) else "none"
+
+
+def stop_checkpointing(model: Any) -> None:
+    """Let the blocks of ``model`` keep everything again."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is _recomputed:
+            module.forward = forward.args[2]
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()
+
+
 def _require_stateless(block: nn.Module, where: str) -> None:
     for name, module in block.named_modules():
         keeps_statistics = isinstance(module, _STATISTICS) and module.track_running_stats

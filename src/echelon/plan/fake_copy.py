@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,14 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, *, masters: bool) -> tupl
     for parameter in model.parameters():
         if isinstance(parameter, FakeTensor) or not wrapped_tensors(parameter):
             dtype = torch.float32 if id(parameter) in to_float32 else parameter.dtype
-            fakes[id(parameter)] = memo[id(parameter)] = _fake_parameter(parameter, mode, dtype)
+            fakes[id(parameter)] = memo[id(parameter)] = fake_parameter(parameter, mode, dtype)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode, dtype=torch.float32 if id(buffer) in to_float32 else None)
+    for module in model.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict) and any(map(_is_ours, hooks.values())):
+                # They belong to the run that prepared the model.
+                memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:  # of the model's own classes
@@ -57,12 +63,20 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, *, masters: bool) -> tupl
     return copied, fakes
 
 
-def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Parameter:
+def _is_ours(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", None)).startswith("echelon.")
+
+
+def fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.dtype) -> nn.Parameter:
+    """Return a fake copy of ``parameter``, with its attributes."""
     fake = fake_like(parameter, mode, dtype=dtype)
     with mode:
+        nn.Parameter(fake)  # the next one has no weak reference of the mode (see FakeRun)
         new = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():  # such as the scales of 4-bit weights
-        setattr(new, name, value)
+        if name not in vars(new):  # a fake tensor's own attributes stay
+            setattr(new, name, value)
     return new
 
 

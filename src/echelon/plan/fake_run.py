@@ -71,6 +71,9 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # torch (2.13) computes this product in other dtypes, too, but knows its shape only in bfloat16.
                 product = func(*(one.bfloat16() for one in args[:2]), *args[2:], **kwargs)
                 return torch.empty_strided(product.shape, product.stride(), dtype=args[0].dtype)
+            if name == "detach":
+                # The first result of an operator for a shape has a weak reference of the fake mode, with which Module.to cannot swap it.
+                func(*args, **kwargs)
             result = func(*args, **kwargs)
             if name == "mkldnn_rnn_layer":
                 # torch says that its fourth result, which the backward pass reads, is empty. What oneDNN (3.x) puts there:
@@ -78,6 +81,17 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 size = 4 * steps * (9 * hidden + 6 * max(features, hidden) + 36)
                 result = (*result[:3], torch.empty(size, dtype=torch.uint8))
             return result
+
+
+_ASKS_FOR_VALUES = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
+
+
+def stand_in_values(func: Any, args: tuple[Any, ...]) -> Any:
+    """Return ones in place of the values that ``func`` wants of a fake tensor; None if it wants none."""
+    if func not in _ASKS_FOR_VALUES or not isinstance(args[0], FakeTensor):
+        return None
+    ones = torch.ones((), dtype=args[0].dtype).expand(args[0].shape)  # one value in memory
+    return ones.tolist() if func is torch.Tensor.tolist else ones.numpy()
 
 
 def _stand_in(tensor: torch.Tensor) -> bool | int | float:

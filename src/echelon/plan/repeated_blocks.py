@@ -184,8 +184,8 @@ class _Repetition:
 
     def _moved(self, storage: Storage, number: int | None) -> Storage:
         """Return the storage as block ``number`` has it (None: of no block)."""
-        times = {key: getattr(storage, key) for key in _TIMES}
-        return replace(storage, **{key: self._time(value, storage, number) for key, value in times.items()})
+        times: dict[str, Any] = {key: getattr(storage, key) for key in _TIMES}
+        return replace(storage, **{key: self._time(value, storage, number) for key, value in times.items()})  # type: ignore[arg-type]
 
     def _time(self, place: int | None, storage: Storage, number: int | None) -> int | None:
         if place is None:

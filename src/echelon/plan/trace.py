@@ -26,7 +26,7 @@ from echelon.engines.random_numbers import restore_states, save_states
 from echelon.plan.cuda_operators import run_as_on_cuda
 from echelon.plan.facts import ModelFacts, Moment, Phase, StepSettings, StepTrace
 from echelon.plan.fake_copy import fake_model, fake_optimizer
-from echelon.plan.fake_run import FakeRun, fake_like, fake_mode, tensors_in
+from echelon.plan.fake_run import FakeRun, fake_like, fake_mode, stand_in_values, tensors_in
 from echelon.plan.model_facts import model_facts
 from echelon.plan.repeated_blocks import NotPeriodicError, RepeatedBlocks, repeat_blocks, repeat_sums, repeated_blocks
 from echelon.plan.storages import Operator, StorageLedger, moments_of
@@ -178,6 +178,8 @@ class TracedStep(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _BACKWARD and self._phase != "backward":
             return self._backward(func, args, kwargs)
+        if (values := stand_in_values(func, args)) is not None:
+            return values
         before, self._line = self._line, self._line or _line_of(inspect.currentframe())
         try:
             if func in _ATTENTION:
