@@ -130,7 +130,7 @@ def test_two_models_in_a_step_are_refused(script: Callable[[str], str]) -> None:
     [
         ("quickstart.py",),
         *((name, "--limit", "256") for name in ("mnist_ddp.py", "mnist_accelerator.py", "mnist_trainer.py")),
-        *((name,) for name in ("lora.py", "gpt2_zero3.py", "llama_nd.py", "ragged_language_model.py")),
+        *((name,) for name in ("gpt2_zero3.py", "llama_nd.py", "ragged_language_model.py")),
         *((name,) for name in ("reviews_accelerator.py", "reviews_trainer.py")),
     ],
     ids=lambda arguments: arguments[0],
@@ -141,3 +141,9 @@ def test_examples_are_captured(arguments: tuple[str, ...], tmp_path: Path, monke
     trace = captured.trace(captured.settings)
     assert {one.phase for one in trace.moments} == {"forward", "backward", "optimizer"}
     assert max(one.activations for one in trace.moments) > 0
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_selects_by_predictions_is_refused_with_its_line() -> None:
+    with pytest.raises(UsageError, match=r"lora.py fails when it runs without memory, in .*lora.py:\d+: Dynamic"):
+        capture_script(str(EXAMPLES / "lora.py"), [])
