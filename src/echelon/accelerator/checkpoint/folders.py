@@ -89,7 +89,7 @@ def newest_whole(
     *,
     prefix: str,
     usable: Callable[[Path], str | None] = lambda _: None,
-    fetch: Callable[[ObjectPath], Path],
+    fetch: Callable[[ObjectPath], Path] | None = None,
 ) -> tuple[Path | None, Sequence[tuple[Location, str]]]:
     """Return the newest checkpoint (in any layout) in ``folder`` that is complete on every machine, and the skipped
     ones.
@@ -115,7 +115,11 @@ def newest_whole(
     for name in names:
         found = folder / name
         try:
-            path = found if isinstance(found, Path) else fetch(found)
+            if isinstance(found, ObjectPath):
+                assert fetch is not None, found
+                path = fetch(found)
+            else:
+                path = found
             problem = _problem_on_any(world, path) or usable(path)
         except CheckpointError as error:  # from fetch, on every rank
             if isinstance(found, Path):
