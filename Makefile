@@ -5,6 +5,7 @@ VENV := .venv
 PEERS := .venv-peers
 RAY := .venv-ray
 ECOSYSTEM := .venv-ecosystem
+TOOLS := .venv-llamafactory .venv-swift
 RELEASE := .venv-release
 DOCS := .venv-docs
 BIN := $(VENV)/bin
@@ -132,7 +133,7 @@ lock: ## refresh constraints.txt from pyproject.toml and requirements-dev.txt
 side-by-side: $(VENV)/.stamp $(PEERS)/.stamp ## run scripts written for accelerate with accelerate and echelon, and compare
 	@REQUIRE_PEERS=1 $(BIN)/python -m pytest tests/side_by_side
 
-ecosystem: $(VENV)/.stamp $(ECOSYSTEM)/.stamp ## run trl, sentence-transformers, diffusers, ... natively and on echelon, and compare
+ecosystem: $(VENV)/.stamp $(ECOSYSTEM)/.stamp $(TOOLS:%=%/.stamp) ## run trl, diffusers, LLaMA-Factory, ... natively and on echelon, and compare
 	@REQUIRE_ECOSYSTEM=1 $(BIN)/python -m pytest -m soak tests/ecosystem
 
 # Installs torch into a new environment, with constraints.txt.
@@ -141,7 +142,7 @@ release-check: $(VENV)/.stamp $(RELEASE)/.stamp docs ## build the last commit tw
 	@ls -l dist
 
 clean: ## remove the environments and the caches
-	@rm -rf $(VENV) $(PEERS) $(RAY) $(ECOSYSTEM) $(RELEASE) $(DOCS) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build site outputs
+	@rm -rf $(VENV) $(PEERS) $(RAY) $(ECOSYSTEM) $(TOOLS) $(RELEASE) $(DOCS) .venv-torch-* .mypy_cache .ruff_cache .pytest_cache dist build site outputs
 
 # torch is installed first, so that packages that depend on it find the pinned build and do not install another.
 # What a user installs; $(VENV)/.stamp adds what the tests need.
@@ -168,11 +169,19 @@ $(RELEASE)/.stamp: tests/release/requirements.txt
 	@$(RELEASE)/bin/python $(PIP_INSTALL) -r tests/release/requirements.txt
 	@touch $@
 
-$(ECOSYSTEM)/.stamp: pyproject.toml $(wildcard tests/ecosystem/*.txt)
+$(ECOSYSTEM)/.stamp: pyproject.toml $(foreach name,requirements no-deps constraints,tests/ecosystem/$(name).txt)
 	@test -x $(ECOSYSTEM)/bin/python || $(PYTHON) -m venv $(ECOSYSTEM)
 	@$(ECOSYSTEM)/bin/python $(PIP_INSTALL) -c tests/ecosystem/constraints.txt $$(grep '^torch==' tests/ecosystem/requirements.txt)
 	@$(ECOSYSTEM)/bin/python $(PIP_INSTALL) -c tests/ecosystem/constraints.txt -r tests/ecosystem/requirements.txt
 	@$(ECOSYSTEM)/bin/python $(PIP_INSTALL) --no-deps -r tests/ecosystem/no-deps.txt
+	@touch $@
+
+# These tools need older releases of some packages; all others are those of .venv-ecosystem.
+$(TOOLS:%=%/.stamp): .venv-%/.stamp: tests/ecosystem/%.txt $(ECOSYSTEM)/.stamp
+	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	@$(ECOSYSTEM)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > \
+		"$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@.venv-$*/bin/python $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
 
 $(DOCS)/.stamp: docs/requirements.txt

@@ -2,7 +2,7 @@
 
 ``python -m tests.ecosystem.scripts transformers=FOLDER accelerate=FOLDER trl=FOLDER [--only WORD] [--processes N] [--both]``; FOLDER is
 a checkout of the library's repository, best at the release in ``requirements.txt``. Models, tokenizers and data are tiny and are made by
-``materials.py``; nothing is downloaded. ``offline/`` records what a script computes: the learning rate, gradient norm and weights
+``materials.py``; nothing is downloaded. ``recorder/`` records what a script computes: the learning rate, gradient norm and weights
 of each optimizer step, the losses, the metrics, the log of the Trainer, and the weights that were saved. It prints one line per case, and
 exits with code 1 if a value differs for a reason that is not listed here, or if a script that ends well natively fails on echelon.
 """
@@ -39,6 +39,8 @@ from tests.ecosystem.run import (
     environment,
     starter,
 )
+
+RECORDER = HERE / "recorder"
 
 # The reasons are in docs/ecosystem.md and docs/trainer_compat.md.
 _COUNTED_ONCE = "an evaluation on two processes counts each sample once, though they do not fill the last batches"
@@ -334,9 +336,8 @@ def record(
         ProgramFailedError: the script failed, did not end in time, or made no optimizer step.
     """
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
-        work, records = Path(folder, "work"), Path(folder, "records")
+        work = Path(folder, "work")
         shutil.copytree(materials, work)
-        records.mkdir()
         started, text = script, script.read_text()
         for wrong, right in (corrected or {}).items():
             assert wrong in text, f"{script} has no {wrong}"
@@ -346,28 +347,50 @@ def record(
         if text != script.read_text():
             started = work / script.name
             started.write_text(text)
-        paths = [HERE / "offline", script.parent]
-        try:
-            done = run_bounded(
-                [str(PYTHON), *starter(way, num_processes), str(started), *args],
-                folder=work,
-                timeout_s=timeout_s,
-                variables={
-                    **environment(Path(folder), paths, source=way != "native"),
-                    "HF_DATASETS_OFFLINE": "1",
-                    "RECORD_FOLDER": str(records),
-                    "RECORD_IN_ORDER": str(int(num_processes > 1)),
-                    # On echelon, nothing outside keeps the group: its own end must be safe.
-                    "RECORD_KEEP_GROUP": str(int(way == "native")),
-                },
-            )
-        except subprocess.TimeoutExpired as late:
-            raise ProgramFailedError(f"not ended after {timeout_s:.0f} s\n{late.output[-6000:]}") from late
-        values = {**_computed(records), **_written(work / "out")}
-        if done.returncode != 0:
-            raise ProgramFailedError(f"exit code {done.returncode}\n{done.stdout[-6000:]}")
-        if not all(values.get(f"rank {rank}", {}).get("steps") for rank in range(num_processes)):
-            raise ProgramFailedError(f"a process made no optimizer step\n{done.stdout[-6000:]}")
+        variables = environment(Path(folder), [RECORDER, HERE / "offline", script.parent], source=way != "native")
+        command = [str(PYTHON), *starter(way, num_processes), str(started), *args]
+        return _record(command, way, num_processes, work=work, variables=variables, timeout_s=timeout_s)
+
+
+def record_module(
+    module: str, args: Iterable[str], way: Way, num_processes: int, *, python: Path, materials: Path, timeout_s: float
+) -> Recorded:
+    """Run ``module`` of another environment, as ``python -m`` does, in a new copy of ``materials``; see ``record``."""
+    with tempfile.TemporaryDirectory(prefix="module-") as folder:
+        work = Path(folder, "work")
+        shutil.copytree(materials, work)
+        variables = environment(Path(folder), [RECORDER, HERE / "stand_ins"], source=way != "native")
+        command = [str(python), *starter(way, num_processes), "-m", module, *args]
+        return _record(command, way, num_processes, work=work, variables=variables, timeout_s=timeout_s)
+
+
+def _record(
+    command: list[str], way: Way, num_processes: int, *, work: Path, variables: Mapping[str, str], timeout_s: float
+) -> Recorded:
+    """Run ``command`` in ``work``, and return what each of its processes computed."""
+    records = work.parent / "records"
+    records.mkdir()
+    try:
+        done = run_bounded(
+            command,
+            folder=work,
+            timeout_s=timeout_s,
+            variables={
+                **variables,
+                "HF_DATASETS_OFFLINE": "1",
+                "RECORD_FOLDER": str(records),
+                "RECORD_IN_ORDER": str(int(num_processes > 1)),
+                # On echelon, nothing outside keeps the group: its own end must be safe.
+                "RECORD_KEEP_GROUP": str(int(way == "native")),
+            },
+        )
+    except subprocess.TimeoutExpired as late:
+        raise ProgramFailedError(f"not ended after {timeout_s:.0f} s\n{late.output[-6000:]}") from late
+    values = {**_computed(records), **_written(work / "out")}
+    if done.returncode != 0:
+        raise ProgramFailedError(f"exit code {done.returncode}\n{done.stdout[-6000:]}")
+    if not all(values.get(f"rank {rank}", {}).get("steps") for rank in range(num_processes)):
+        raise ProgramFailedError(f"a process made no optimizer step\n{done.stdout[-6000:]}")
     return Recorded(values, done.stdout)
 
 
