@@ -54,7 +54,7 @@ NAVIGATION: list[tuple[str, list[str | tuple[str, list[str]]]]] = [
             ),
             ("Migrating", ["migrating/*"]),
             ("Running", ["command_line.md", "machines.md", "clusters.md", "preemption.md", "report.md", "diagnosis.md", "run_folder.md", "selftest.md"]),
-            ("Training", ["verify.md", "spike_guard.md", "parity.md", "checkpoints.md", "engines.md", "parallelism.md", "averaged_weights.md", "language_models.md", "speed.md", "big_models.md", "data_parallel.md", "sharded_data.md", "ecosystem.md", "llamafactory_swift.md"]),
+            ("Training", ["verify.md", "spike_guard.md", "parity.md", "checkpoints.md", "engines.md", "parallelism.md", "averaged_weights.md", "language_models.md", "speed.md", "plan.md", "big_models.md", "data_parallel.md", "sharded_data.md", "ecosystem.md", "llamafactory_swift.md"]),
         ],
     ),
     (

@@ -35,6 +35,7 @@ _COMMANDS = {
         "echelon.cli.merge_weights",
         N_("Write a checkpoint's weights to one file, with accelerate's options."),
     ),
+    "plan": ("echelon.cli.plan", N_("Say whether a training step fits into memory, and how to run it, without a GPU.")),
     "report": ("echelon.cli.report", N_("Write a page with plots of a run, or of several runs to compare.")),
     "runs": ("echelon.cli.runs", N_("List, show and compare recorded runs.")),
     "submit": ("echelon.cli.submit", N_("Submit a script as a Slurm or Kubernetes job.")),

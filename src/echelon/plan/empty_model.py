@@ -36,20 +36,20 @@ def weights_only(name: str, *, library: str = "transformers", trust_remote_code:
     return _from_config("AutoModel", config, torch.float32, name, trust_remote_code=trust_remote_code)
 
 
-def trainable(name: str, *, dtype: torch.dtype | None = None) -> nn.Module:
+def trainable(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Return the model with the head that its configuration names, on the meta device.
 
     Args:
-        name: a ``config.json``, its folder, or a name on the hub.
+        config: what ``read_config`` returned.
         dtype: of the weights; by default, the one in the configuration.
 
     Raises:
-        ConfigError: there is no such model, or transformers does not know its class.
+        ConfigError: transformers does not know its class.
     """
-    config = read_config(name)
     architecture = (config.architectures or [""])[0]
     head = next((head for head in _HEADS if architecture.endswith(head)), "ForCausalLM")
-    return _from_config(f"AutoModel{_HEADS.get(head, head)}", config, dtype or config.dtype or torch.float32, name)
+    kind = f"AutoModel{_HEADS.get(head, head)}"
+    return _from_config(kind, config, dtype or config.dtype or torch.float32, config.model_type)
 
 
 # The last part of the name of a class, and of the class of transformers that finds it.

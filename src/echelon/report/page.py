@@ -22,7 +22,16 @@ def render_page(data: Mapping[str, Any], *, live_url: str | None = None) -> str:
         live_url: address on the page's own server from which the page gets new data every two seconds; None for a page that
             makes no request. A content security policy forbids all others.
     """
-    scripts = [asset("uPlot.iife.min.js"), asset("page.js")]
+    return _render(data, asset("page.js"), live_url=live_url)
+
+
+def render_plan_page(data: Mapping[str, Any]) -> str:
+    """Return the page of a plan as HTML, from what ``plan_page_data`` returned."""
+    return _render(data, asset("plan.js"), live_url=None)
+
+
+def _render(data: Mapping[str, Any], script: str, *, live_url: str | None) -> str:
+    scripts = [asset("uPlot.iife.min.js"), script]
     hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
     if live_url is not None:
@@ -134,8 +143,8 @@ _COUNTED = re.compile(r"""\bcount\([^"]*"([^"]*)", "([^"]*)"\)""")
 
 
 def page_texts() -> list[str]:
-    """Return the sentences and names that the page and page.js show, in English, with ``{name}`` for values."""
-    script = asset("page.js")
+    """Return the sentences and names that the pages and their scripts show, in English, with ``{name}`` for values."""
+    script = asset("page.js") + asset("plan.js")
     found = [text for pair in [*_SENTENCE.findall(script), *_COUNTED.findall(script)] for text in pair if text]
     return list(dict.fromkeys((*found, *_NAMES, *_HTML_TEXTS.values())))
 
@@ -146,7 +155,7 @@ def asset(name: str) -> str:
 
 
 def _translations() -> dict[str, str]:
-    """Return the texts of page.js in the user's language; empty in English."""
+    """Return the texts of the scripts in the user's language; empty in English."""
     code = language()
     messages = {} if code is None else messages_of(code)
     return {text: messages[text] for text in page_texts() if text in messages}

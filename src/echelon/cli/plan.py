@@ -1,0 +1,274 @@
+"""``echelon plan``: says before a run whether it fits into memory, how to run it, and what to change if it does not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from echelon.base.errors import UsageError
+from echelon.base.messages.translation import gettext as _
+from echelon.cli.help.completion import complete_engines, complete_paths
+from echelon.config.schema import ActivationMode
+from echelon.plan.devices import find_device, hardware_of
+from echelon.plan.facts import Cluster, ParallelLayout, StepSettings
+from echelon.plan.verdict import Traces, Verdict, default_layout, search
+from echelon.plan.verdict_text import explain, to_json, to_lines, verdict_text
+from echelon.status.strict_json import dumps
+
+if TYPE_CHECKING:  # it imports torch
+    from echelon.plan.sources import PlannedStep
+
+_SCRIPT = "train.py"  # in command lines
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
+
+
+def _mesh(_ctx: click.Context, _param: click.Parameter, value: str | None) -> dict[str, int]:
+    found = {}
+    for part in value.split(",") if value else ():
+        axis, _equals, size = part.partition("=")
+        if axis not in _AXES or not size.isdigit() or int(size) < 1:
+            raise click.BadParameter(
+                _("{part!r} is not AXIS=N, with an axis of {axes}", part=part, axes=", ".join(_AXES))
+            )
+        found[axis] = int(size)
+    return found
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of ``80GB`` (10^9), ``80GiB`` (2^30), ``16000MB`` or a number of bytes.
+
+    Raises:
+        ValueError: ``text`` is not a size.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    power = " KMGT".index(match[2].upper() or " ")
+    scale: int = (1024 if match[3] else 1000) ** power
+    return round(float(match[1]) * scale)
+
+
+def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(_("{value!r} is not a size such as 80GB", value=value)) from error
+
+
+@click.command("plan")
+@click.option(
+    "--gpus", metavar="N", type=click.IntRange(min=1), default=1, help="Devices of each machine (default: 1)."
+)
+@click.option("--nodes", metavar="N", type=click.IntRange(min=1), default=1, help="Number of machines (default: 1).")
+@click.option("--device", metavar="NAME", help="Device, such as H100 or T4, which also gives its memory.")
+@click.option("--gpu-memory", metavar="SIZE", callback=_size, help="Memory of a device, such as 80GB.")
+@click.option(
+    "--interconnect",
+    metavar="LINK[,NETWORK]",
+    help="Links between the devices of a machine, and between machines, such as nvlink,400Gb.",
+)
+@click.option("--host-memory", metavar="SIZE", callback=_size, help="Memory of a machine (default: not limited).")
+@click.option(
+    "--model",
+    metavar="PATH",
+    required=True,
+    shell_complete=complete_paths,
+    help="Model of transformers: a config.json, its folder, or a name on the hub.",
+)
+@click.option(
+    "--seq",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1024,
+    help="Tokens of a sample (default: 1024).",
+)
+@click.option(
+    "--batch", metavar="N", type=click.IntRange(min=1), default=1, help="Micro-batch of a device (default: 1)."
+)
+@click.option("--lora", metavar="r=N", help="Train low-rank adapters of all linear layers, such as r=16.")
+@click.option(
+    "--load",
+    metavar="[4bit|bf16|fp16|fp32]",
+    type=click.Choice(["4bit", "bf16", "fp16", "fp32"]),
+    help="How the weights are loaded (default: as the configuration says).",
+)
+@click.option(
+    "--optimizer",
+    metavar="NAME",
+    type=click.Choice(["adamw", "sgd", "adafactor"]),
+    default="adamw",
+    help="Optimizer (default: adamw).",
+)
+@click.option(
+    "--engine",
+    metavar="NAME",
+    shell_complete=complete_engines,
+    help="Engine to ask about (default: as echelon launch chooses).",
+)
+@click.option("--mesh", metavar="AXIS=N,...", callback=_mesh, help="Mesh to ask about, such as dp_shard=4,tp=2.")
+@click.option(
+    "--zero-stage",
+    metavar="N",
+    type=click.IntRange(1, 3),
+    default=3,
+    help="Stage of fsdp2 (2 or 3) or deepspeed (default: 3).",
+)
+@click.option("--cpu-offload", is_flag=True, help="Ask about states on the CPU, with fsdp2 or deepspeed.")
+@click.option(
+    "--mixed-precision",
+    metavar="[no|fp16|bf16]",
+    type=click.Choice(["no", "fp16", "bf16"]),
+    help="Autocast dtype (default: bf16, or fp16 on devices that do not compute bf16).",
+)
+@click.option(
+    "--activation-checkpointing",
+    metavar="MODE",
+    type=click.Choice(get_args(ActivationMode)),
+    help="Activations to recompute: none, selective, full or offload.",
+)
+@click.option(
+    "--gradient-accumulation-steps", metavar="N", type=click.IntRange(min=1), help="Micro-batches of an optimizer step."
+)
+@click.option(
+    "--explain", metavar="WHAT", help="Show the formula behind a number of the plan, or behind all of them (all)."
+)
+@click.option("--json", "json", is_flag=True, help="Print JSON.")
+@click.option(
+    "-o", "--output", metavar="FILE", shell_complete=complete_paths, help="Also write an HTML page with plots."
+)
+@click.pass_context
+def command(ctx: click.Context, /, **options: Any) -> None:
+    """Say whether a model can be trained on given devices, and how, without any device.
+
+    Runs a training step of the model with tensors that have shapes but no data, and computes memory, traffic and time for each way
+    to distribute the step. Nothing is trained, and no memory for weights is allocated.
+
+    Exits with 0 if the asked layout fits, and with 1 if it does not.
+    """
+    asked = _Asked(**options)
+    cluster = asked.cluster()
+    from echelon.plan.layouts import plan_layout  # noqa: PLC0415 - --help does not need it
+    from echelon.plan.sources import ModelChoice, model_step, parse_lora, usual_precision  # noqa: PLC0415 - torch
+
+    choice = ModelChoice(
+        path=asked.model,
+        sequence=asked.seq,
+        lora=parse_lora(asked.lora),
+        load=asked.load or "",
+        optimizer=asked.optimizer,
+    )
+    precision = asked.mixed_precision or usual_precision(cluster.device)
+    step = model_step(choice, StepSettings(micro_batch=asked.batch, mixed_precision=precision))
+    traces = Traces(step.source)
+    verdict = search(traces, asked.layout(step), cluster, plan_layout, variants=step.variants)
+    if asked.output:
+        _write_page(Path(asked.output), step.title, verdict, traces)
+    if asked.json:
+        click.echo(dumps(to_json(verdict)))
+    elif asked.explain:
+        for text in explain(asked.explain, (verdict.best or verdict.asked).plan):
+            click.echo(text)
+    else:
+        for text in to_lines(step.title, verdict, script=_SCRIPT):
+            is_answer = text == verdict_text(verdict.asked, cluster)
+            click.echo(click.style(text, fg="green" if verdict.asked.fits else "red", bold=True) if is_answer else text)
+    ctx.exit(0 if verdict.asked.fits else 1)
+
+
+def _write_page(path: Path, title: str, verdict: Verdict, traces: Traces) -> None:
+    from echelon.report.page import render_plan_page  # noqa: PLC0415 - only for --output
+    from echelon.report.plan_page import plan_page_data  # noqa: PLC0415
+
+    page = render_plan_page(plan_page_data(title, verdict, traces, script=_SCRIPT))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            _("cannot write {path}: {strerror}", path=path, strerror=error.strerror),
+            where="flag --output",
+            do=_("pass a file that you can write: -o FILE"),
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The options."""
+
+    gpus: int
+    nodes: int
+    device: str | None
+    gpu_memory: int | None
+    interconnect: str | None
+    host_memory: int | None
+    model: str
+    seq: int
+    batch: int
+    lora: str | None
+    load: str | None
+    optimizer: str
+    engine: str | None
+    mesh: Mapping[str, int]
+    zero_stage: int
+    cpu_offload: bool
+    mixed_precision: str | None
+    activation_checkpointing: str | None
+    gradient_accumulation_steps: int | None
+    explain: str | None
+    json: bool
+    output: str | None
+
+    def cluster(self) -> Cluster:
+        """Return the machines; the memory of a known device is what CUDA reports for it.
+
+        Raises:
+            UsageError: the device or a link is unknown, or the memory is.
+        """
+        link, _comma, network = (self.interconnect or "").partition(",")
+        memory = self.gpu_memory
+        if self.device is not None:
+            memory = memory or find_device(self.device).memory
+        if memory is None:
+            raise UsageError(
+                _("the memory of the devices is unknown"),
+                where="--gpu_memory",
+                do=_("pass --device H100 or another name, or --gpu_memory 80GB"),
+            )
+        cluster = Cluster(
+            gpus_per_node=self.gpus,
+            nodes=self.nodes,
+            gpu_memory=memory,
+            device=self.device or "",
+            link=link,
+            network=network,
+            host_memory=self.host_memory,
+        )
+        hardware_of(cluster)  # checks the names
+        return cluster
+
+    def layout(self, step: PlannedStep) -> ParallelLayout:
+        """Return the layout to ask about."""
+        world = self.gpus * self.nodes
+        settings = step.layout.settings
+        if self.activation_checkpointing is not None:
+            settings = replace(settings, activation_checkpointing=self.activation_checkpointing)
+        layout = default_layout(
+            settings,
+            world,
+            engine=self.engine,
+            sizes=self.mesh,
+            accumulation=self.gradient_accumulation_steps or step.layout.accumulation,
+            stage=self.zero_stage,
+            cpu_offload=self.cpu_offload,
+        )
+        if layout.world != world:
+            raise UsageError(
+                _("the mesh has {ranks} ranks, and there are {world} devices", ranks=layout.world, world=world),
+                where="--mesh",
+                do=_("choose sizes whose product is {world}", world=world),
+            )
+        return layout
