@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class ChunkPlace:
     """Where the values of a chunk are."""
 
-    path: Path
+    path: Location
     begin: int
     """Offset of the first element from the start of the file, in bytes."""
     stride: tuple[int, ...] | None = None

@@ -653,7 +653,7 @@ class Checkpoints:
             if problems := checkpoint.problems():
                 raise damaged("; ".join(problems[:3]))
         warn_of_missing_state(checkpoint)
-        return checkpoint.folder, checkpoint
+        return checkpoint.local_folder, checkpoint
 
     def _newest(self) -> Path:
         """Return the newest complete numbered checkpoint; warn about newer incomplete ones. Collective."""

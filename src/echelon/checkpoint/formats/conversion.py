@@ -175,11 +175,16 @@ def write_converted(
     size = sum(chunk.num_bytes for chunks in own.values() for chunk in chunks)
     with folder.discarded_on_error(), show(f"saving {target.name}", size) as progress:
         files = {
-            name: folder.write(name, _chunk_blocks(name, chunks), progress=progress)
+            name: folder.write(
+                name,
+                _chunk_blocks(name, chunks),
+                num_bytes=sum(chunk.num_bytes for chunk in chunks),
+                progress=progress,
+            )
             for name, chunks in ((tensors_file(rank), chunks) for rank, chunks in sorted(own.items()))
         }
-        files |= {name: folder.write(name, [text]) for name, text in objects.items()}
-        copy_other_files(checkpoint.folder, folder.path, without=without)
+        files |= {name: folder.write(name, [text], num_bytes=len(text)) for name, text in objects.items()}
+        copy_other_files(checkpoint.local_folder, folder.path, without=without)
         files |= folder.sync_added(is_part=is_part)
         blocks = manifest_blocks(
             token=folder.token,

@@ -436,6 +436,7 @@ class _Slice(io.RawIOBase):
 @contextmanager
 def _opened(entry: Entry) -> Iterator[_Archive]:
     with storage.opened(entry.path) as handle:
+        assert isinstance(handle, int)  # a local file
         if entry.offset + entry.length > storage.size(handle):
             raise ValueError("the file is truncated")
         with zipfile.ZipFile(io.BufferedReader(_Slice(handle, entry))) as archive:

@@ -64,7 +64,8 @@ def require_layout(folder: Location) -> Layout:
         CheckpointError: the folder is not a checkpoint, or has shards that only DeepSpeed can read.
     """
     layout = layout_of(folder)
-    if layout in (None, "accelerate") and not weight_files(folder) and _has_zero_shards(folder):
+    is_bare = isinstance(folder, Path) and layout in (None, "accelerate") and not weight_files(folder)
+    if is_bare and _has_zero_shards(folder):
         raise CheckpointError(
             _("{folder} holds the shards of DeepSpeed's ZeRO, which only DeepSpeed can put together", folder=folder),
             do=_(
