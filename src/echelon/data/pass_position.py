@@ -21,6 +21,8 @@ from echelon.data.rng.host_rng import HostDraws, OtherDraws
 from echelon.data.sharding.batch_source import BatchSource, Steps
 from echelon.world.world import World
 
+_MODES = ("'off'", "'exact' or 'bitwise'")
+
 END: Any = object()
 """Marks the end of a pass."""
 
@@ -225,9 +227,13 @@ class PassPosition(ABC):
         num_saved = record["world_size"]
         if record["is_exact"] is not self.is_exact:
             raise CheckpointError(
-                "the checkpoint was saved during an epoch with a different parity, and parity='off' counts progress "
-                "differently from the exact modes",
-                do="use the same parity as the run that saved the checkpoint",
+                _(
+                    "the checkpoint was saved during an epoch with parity={saved}, and this run has parity={own}, which counts "
+                    "progress in another way",
+                    saved=_MODES[record["is_exact"]],
+                    own=_MODES[self.is_exact],
+                ),
+                do=_("resume with the parity of the run that saved the checkpoint, for example with --parity exact"),
             )
         if not self.is_exact and num_saved != self.world.world_size:
             raise CheckpointError(

@@ -173,11 +173,11 @@ def _memory_rows(asked: Candidate, best: Candidate | None) -> list[tuple[str, ..
     names = list(dict.fromkeys(name for plan in plans for name in plan.memory))
     heads = [layout_name(plan.layout) for plan in plans]
     rows: list[tuple[str, ...]] = [(_("memory of a rank at the peak"), *heads)]
-    rows += [(f"  {_(name)}", *(format_bytes(plan.memory.get(name, 0)) for plan in plans)) for name in names]
-    rows.append((f"  {_('counted')}", *(format_bytes(plan.peak) for plan in plans)))
+    rows += [("  " + _(name), *(format_bytes(plan.memory.get(name, 0)) for plan in plans)) for name in names]
+    rows.append(("  " + _("counted"), *(format_bytes(plan.peak) for plan in plans)))
     if any(plan.worst_peak > plan.peak for plan in plans):
         most = (format_bytes(max(plan.peak, plan.worst_peak)) for plan in plans)
-        rows.append((f"  {_('if all tokens choose the experts of one rank')}", *most))
+        rows.append(("  " + _("if all tokens choose the experts of one rank"), *most))
     host = list(dict.fromkeys(name for plan in plans for name in plan.host_memory))
     rows += [
         (_("host memory, {what}", what=_(name)), *(format_bytes(p.host_memory.get(name, 0)) for p in plans))

@@ -70,9 +70,11 @@ def test_without_a_checkpoint_it_is_a_new_run_and_the_loop_is_range(
     told = "epochs(3): the run has already completed 3 epochs, so there is nothing to train"
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [told]
     assert list(run.accelerator.epochs(5)) == [3, 4]
-    assert Accelerator(cpu=True).resume(tmp_path / "nothing") is False
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(DataLoader(range(2)))
+    assert accelerator.resume(tmp_path / "nothing") is False
     with pytest.raises(UsageError, match=r"resume\(\) was called without a folder"):
-        Accelerator(cpu=True).resume()
+        accelerator.resume()
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,7 @@ def test_other_loaders_and_layouts_resume_at_the_position(
 
 def test_a_position_in_mid_epoch_is_rejected_with_another_parity(tmp_path: Path) -> None:
     _Run(tmp_path, _numbers(8), parity="exact").train(2)
-    different = "during an epoch with a different parity, and parity='off' counts progress differently"
+    different = "during an epoch with parity='exact' or 'bitwise', and this run has parity='off', which counts progress in another way"
     with pytest.raises(CheckpointError, match=different):
         _Run(tmp_path, _numbers(8), parity="off")
 

@@ -139,7 +139,12 @@ def test_errors_of_click_name_the_flag_as_the_documents_and_the_command(
             "OUT is missing",
             "write echelon checkpoint merge [OPTIONS] PATH OUT",
         ),
-        ("checkpoint export a b", "checkpoint export", "--format is missing", "add --format accelerate|transformers"),
+        (
+            "checkpoint export a b",
+            "checkpoint export",
+            "--format is missing",
+            "add --format accelerate|transformers|dcp",
+        ),
         ("token .", "token", ". is a directory, not a file", "pass a file, for example token"),
     ],
 )

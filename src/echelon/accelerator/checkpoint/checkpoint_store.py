@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from echelon.accelerator.session import Session
 from echelon.base.errors import CheckpointError, UsageError
@@ -54,8 +55,11 @@ class CheckpointStore:
         self._lock: RunLock | None = None
         self._copy: tuple[Path, ObjectPath] | None = None
         """A local copy of a checkpoint in an object store, and that checkpoint."""
-        self._drop_copy: Callable[[], object] = lambda: None
+        self._drop_copy: Callable[[], object] | None = None
         self._place: Location | None = None  # folder locked by the active ``alone_in`` block
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "on_committed": None, "latest": None, "_copy": None, "_drop_copy": None}
 
     @property
     def is_on_each_node(self) -> bool:
@@ -276,7 +280,8 @@ class CheckpointStore:
 
     def drop_copy(self) -> None:
         """Delete the local copy that ``fetch`` made."""
-        self._drop_copy()
+        if self._drop_copy is not None:
+            self._drop_copy()
         self._copy = None
 
     def _note_failure(self, error: SaveFailedError) -> None:

@@ -569,7 +569,8 @@ class Checkpoints:
             ...     accelerator.print(f"continuing at step {accelerator.progress.step}")
         """
         monitored_barrier("resume()")
-        if not (self.models or self._session.objects.optimizers or self.custom_objects):
+        objects = self._session.objects
+        if not (objects.models or objects.optimizers or objects.loaders or self.custom_objects):
             raise UsageError(
                 _("resume() was called before prepare(), so there is nothing to load a checkpoint into"),
                 do=_("call prepare() first, then resume()"),
