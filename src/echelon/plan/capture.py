@@ -66,7 +66,7 @@ class Capture:
     @property
     def model(self) -> ModelFacts:
         """The model's parameters and units."""
-        return self._trace(self.settings)[0]
+        return self.facts_and_trace(self.settings)[0]
 
     def trace(
         self,
@@ -82,11 +82,13 @@ class Capture:
         Raises:
             UsageError: the step of the script cannot be repeated with another number of samples.
         """
-        return self._trace(settings, sharding=sharding, blocks=blocks, adapt=adapt, device=device)[1]
+        return self.facts_and_trace(settings, sharding=sharding, blocks=blocks, adapt=adapt, device=device)[1]
 
-    def _trace(
+    def facts_and_trace(
         self, settings: StepSettings, *, adapt: Callable[[nn.Module, StepSettings], None] | None = None, **options: Any
     ) -> tuple[ModelFacts, StepTrace]:
+        """Return the model's parameters and units, and the step under other settings. Arguments and errors as for ``trace``."""
+
         def as_asked(copied: nn.Module, asked: StepSettings) -> None:
             unwrap_forward(copied)  # ``trace_step`` applies what is asked
             stop_checkpointing(copied)

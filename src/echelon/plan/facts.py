@@ -175,3 +175,8 @@ class LayoutPlan:
     refused: str = ""  # why this layout cannot run the model; the numbers are then zero
     worst_peak: int = 0  # the peak if all tokens choose the experts of one rank; without experts, ``peak``
     notes: tuple[str, ...] = ()  # what is estimated by a rule, or not counted
+
+
+def refused_plan(layout: ParallelLayout, reason: str) -> LayoutPlan:
+    """Return the plan of a layout that cannot run."""
+    return LayoutPlan(layout, {}, 0, "", "", (), {}, (), 0, 0, 0.0, refused=reason)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from echelon.base.messages.translation import gettext as _
 from echelon.plan.devices import Hardware, hardware_of
 from echelon.plan.explain import formulas
-from echelon.plan.facts import Cluster, CollectiveCost, LayoutPlan, ModelFacts, ParallelLayout, StepTrace
+from echelon.plan.facts import (
+    Cluster,
+    CollectiveCost,
+    LayoutPlan,
+    ModelFacts,
+    ParallelLayout,
+    StepTrace,
+    refused_plan,
+)
 from echelon.plan.holdings import RankClass, fullest_rank
 from echelon.plan.host_memory import checkpoint_bytes, host_memory
 from echelon.plan.sharding import sharding_units, split_dim
@@ -40,8 +48,10 @@ def plan_layout(
     assert trace.settings == layout.settings, (trace.settings, layout.settings)
     hardware = hardware or hardware_of(cluster)
     reason = refusal(model, layout, cluster)
+    if not reason and layout.cp > 1 and not trace.attention:
+        reason = _("{name} calls no scaled_dot_product_attention, which cp divides", name=model.class_name)
     if reason:
-        return _refused(layout, reason)
+        return refused_plan(layout, reason)
     moments, rank = _fullest(model, trace, layout)
     peak = max(moments, key=lambda one: one.total)
     costs = _merged(collectives(model, trace, layout, rank))
@@ -170,11 +180,6 @@ def _refusals_of_units(model: ModelFacts, layout: ParallelLayout) -> Iterator[st
                     unit=unit.name or model.class_name,
                     dtypes=" and ".join(sorted(dtypes)),
                 )
-
-
-def _refused(layout: ParallelLayout, reason: str) -> LayoutPlan:
-    nothing: Mapping[str, int] = {}
-    return LayoutPlan(layout, nothing, 0, "", "", (), nothing, (), 0, 0, 0.0, refused=reason)
 
 
 def _notes(layout: ParallelLayout, hardware: Hardware) -> Iterator[str]:

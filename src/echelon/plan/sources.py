@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -17,16 +17,41 @@ from torch.optim import Optimizer
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import is_available
+from echelon.engines.fsdp.options import ShardingOptions
+from echelon.plan.capture import Capture
 from echelon.plan.devices import find_device
 from echelon.plan.empty_model import library_named, read_config, trainable
 from echelon.plan.facts import ModelFacts, ParallelLayout, ParameterFacts, StepSettings, StepTrace
 from echelon.plan.trace import trace_step
-from echelon.plan.verdict import StepSource, Variant
+from echelon.plan.verdict import StepSource, Variant, default_layout
 
 _DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32})
+ENGINES = ("single", "ddp", "zero1", "fsdp2", "deepspeed")
+"""The engines that a plan predicts."""
 _OPTIMIZERS: MappingProxyType[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = MappingProxyType(
     {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChoices:
+    """How a script wants its step to be distributed."""
+
+    engine: str | None = None
+    """None: it follows from the number of ranks."""
+    stage: int = 3
+    cpu_offload: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of mesh axes by their names."""
+    master_weights: str = "float32"
+    shares_batch: bool = False
+    """Whether a batch is divided among the ranks that read different samples, instead of being that of one rank."""
+    max_micro_batch: int | None = None
+    """With ``shares_batch``, the most samples of a rank in one forward pass."""
+    sharding: ShardingOptions | None = None
+    """Selects the units that are sharded."""
+    blocks: tuple[str, ...] = ()
+    """Classes of the blocks that are recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +60,32 @@ class PlannedStep:
 
     title: str
     source: StepSource
-    layout: ParallelLayout
-    """The script's engine, settings and accumulation; only sizes of axes are missing."""
+    settings: StepSettings
+    accumulation: int = 1
+    choices: StepChoices = field(default_factory=StepChoices)
     variants: tuple[Variant, ...] = ()
+
+    def layout(
+        self,
+        world: int,
+        *,
+        engine: str | None = None,
+        sizes: Mapping[str, int] | None = None,
+        stage: int | None = None,
+        cpu_offload: bool = False,
+    ) -> ParallelLayout:
+        """Return the layout on ``world`` ranks. What is given replaces what the script has chosen; its sizes and stage are of its engine."""
+        is_other = engine is not None and engine != self.choices.engine
+        chosen = StepChoices(engine=engine) if is_other else self.choices
+        return default_layout(
+            self.settings,
+            world,
+            engine=chosen.engine,
+            sizes=sizes or chosen.sizes,
+            accumulation=self.accumulation,
+            stage=stage or chosen.stage,
+            cpu_offload=cpu_offload or chosen.cpu_offload,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,11 +166,8 @@ class ModelStep:
     def title(self, settings: StepSettings) -> str:
         """Return what the step is, in words."""
         self.trace(settings)
-        sizes = [(math.prod(p.tensor.shape), p.is_trainable) for p in self.model.parameters]
-        total, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-        name = (self._config.architectures or [self.model.class_name])[0]
         parts = [
-            _("{name}: {total} parameters, {trained} trained", name=name, total=_count(total), trained=_count(trained)),
+            _sizes_text((self._config.architectures or [self.model.class_name])[0], self.model),
             *([f"LoRA r={self.choice.lora}"] if self.choice.lora else []),
             *([_("4-bit weights")] if self.choice.load == "4bit" else []),
             _OPTIMIZERS[self.choice.optimizer].__name__,
@@ -142,9 +187,96 @@ def model_step(choice: ModelChoice, settings: StepSettings) -> PlannedStep:
     return PlannedStep(
         title=step.title(settings),
         source=step,
-        layout=ParallelLayout(engine="single", settings=settings),
+        settings=settings,
         variants=tuple(_variants(choice)),
     )
+
+
+class CapturedStep:
+    """The step of a script, or of objects that an Accelerator was given."""
+
+    can_chunk_loss = False
+
+    def __init__(self, capture: Capture, choices: StepChoices) -> None:
+        self._capture = capture
+        self._choices = choices
+        self._facts: ModelFacts | None = None
+
+    @property
+    def model(self) -> ModelFacts:
+        """The model's facts, which a trace gives."""
+        if self._facts is None:
+            self.trace(self._capture.settings)
+        assert self._facts is not None
+        return self._facts
+
+    def trace(self, settings: StepSettings) -> StepTrace:
+        """Trace the step once.
+
+        Raises:
+            UsageError: the step cannot be repeated with another number of samples.
+        """
+        self._facts, trace = self._capture.facts_and_trace(
+            settings, sharding=self._choices.sharding, blocks=self._choices.blocks
+        )
+        return trace
+
+
+def captured_step(
+    capture: Capture, choices: StepChoices, *, world: int, micro_batch: int | None = None, name: str = ""
+) -> PlannedStep:
+    """Return the step of a captured script on ``world`` ranks, with its own settings.
+
+    Args:
+        micro_batch: samples of a rank in one forward pass, in place of the script's.
+        name: what the step is called.
+
+    Raises:
+        UsageError: plans do not know the engine.
+    """
+    if choices.engine is not None and choices.engine not in ENGINES:
+        raise UsageError(
+            _("a plan does not know the engine {engine}", engine=choices.engine),
+            do=_("choose one of {names}", names=", ".join(ENGINES)),
+        )
+    own, accumulation = _shared(capture, choices, world) if choices.shares_batch else _own(capture)
+    settings = replace(capture.settings, micro_batch=micro_batch or own, master_weights=choices.master_weights)
+    source = CapturedStep(capture, choices)
+    title = ", ".join(
+        [
+            _sizes_text(source.model.class_name, source.model),
+            type(capture.optimizer).__name__,
+            _("mixed precision {mode}", mode=settings.mixed_precision),
+        ]
+    )
+    return PlannedStep(
+        title=f"{name}: {title}" if name else title,
+        source=source,
+        settings=settings,
+        accumulation=accumulation,
+        choices=choices,
+    )
+
+
+def _own(capture: Capture) -> tuple[int, int]:
+    return capture.settings.micro_batch, capture.accumulation
+
+
+def _shared(capture: Capture, choices: StepChoices, world: int) -> tuple[int, int]:
+    """Return the micro-batch of a rank and the number of them, if ranks share the batch that one process has in the script."""
+    micro_batch, accumulation = _own(capture)
+    readers = max(1, world // math.prod(choices.sizes.get(axis, 1) for axis in ("tp", "cp", "pp")))
+    most = choices.max_micro_batch
+    total = -(-micro_batch * accumulation // readers)
+    # A batch that was cut into parts of the largest size stays in such parts as long as a rank has enough samples.
+    share = min(micro_batch, total) if most is not None and micro_batch >= most else -(-micro_batch // readers)
+    return share, -(-total // share)
+
+
+def _sizes_text(name: str, model: ModelFacts) -> str:
+    sizes = [(math.prod(p.tensor.shape), p.is_trainable) for p in model.parameters]
+    total, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    return _("{name}: {total} parameters, {trained} trained", name=name, total=_count(total), trained=_count(trained))
 
 
 def usual_precision(device: str) -> str:

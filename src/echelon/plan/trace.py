@@ -379,8 +379,10 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """Return ``file:line`` of the innermost call outside of torch and echelon."""
+    """Return ``file:line`` of the innermost call outside of torch and echelon; empty if the step has none (``nn.Sequential``)."""
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        if frame.f_code is _trace.__code__:  # what called the plan is no part of the step
+            return ""
         frame = frame.f_back
     return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
 

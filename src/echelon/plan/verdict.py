@@ -10,8 +10,18 @@ from operator import ge
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from echelon.base.errors import EchelonError
 from echelon.base.messages.translation import gettext as _
-from echelon.plan.facts import Cluster, LayoutPlan, ModelFacts, Moment, ParallelLayout, StepSettings, StepTrace
+from echelon.plan.facts import (
+    Cluster,
+    LayoutPlan,
+    ModelFacts,
+    Moment,
+    ParallelLayout,
+    StepSettings,
+    StepTrace,
+    refused_plan,
+)
 
 Planner = Callable[[ModelFacts, StepTrace, ParallelLayout, Cluster], LayoutPlan]
 """Predicts a layout: ``echelon.plan.layouts.plan_layout``."""
@@ -119,11 +129,22 @@ class Traces:
         self.source = source
         self._exact: dict[StepSettings, StepTrace] = {}
         self._near: dict[StepSettings, StepTrace] = {}
+        self._failed: dict[StepSettings, EchelonError] = {}
 
     def exact(self, settings: StepSettings) -> StepTrace:
-        """Return the trace of the step with ``settings``."""
+        """Return the trace of the step with ``settings``.
+
+        Raises:
+            EchelonError: the step cannot run with them, such as with recomputation in a model without blocks.
+        """
+        if settings in self._failed:
+            raise self._failed[settings]
         if settings not in self._exact:
-            self._exact[settings] = self.source.trace(settings)
+            try:
+                self._exact[settings] = self.source.trace(settings)
+            except EchelonError as error:
+                self._failed[settings] = error
+                raise
         return self._exact[settings]
 
     def near(self, settings: StepSettings, largest: int) -> StepTrace:
@@ -135,8 +156,11 @@ class Traces:
     def _traced_or_between(self, settings: StepSettings, largest: int) -> StepTrace:
         if settings in self._exact or settings.micro_batch in (1, largest):
             return self.exact(settings)
-        low = self.exact(replace(settings, micro_batch=1))
-        high = self.exact(replace(settings, micro_batch=largest))
+        try:
+            low = self.exact(replace(settings, micro_batch=1))
+            high = self.exact(replace(settings, micro_batch=largest))
+        except EchelonError:  # such as batch normalization of a single sample
+            return self.exact(settings)
         if len(low.moments) != len(high.moments):  # the model takes another path
             return self.exact(settings)
         return _interpolate(low, high, settings)
@@ -162,7 +186,11 @@ def search(
         planner: predicts a layout.
         reserve: what to keep free; by default, what CUDA and NCCL need.
         variants: other ways to build the model, tried if nothing fits.
+
+    Raises:
+        EchelonError: the step cannot be traced with the settings of ``asked``.
     """
+    traces.exact(asked.settings)
     reserve = Reserve() if reserve is None else reserve
     judging = _Judge(traces, cluster, planner, reserve)
     first = judging.exactly(asked)
@@ -288,13 +316,16 @@ class _Judge:
     reserve: Reserve
 
     def exactly(self, layout: ParallelLayout) -> Candidate:
-        return self._candidate(layout, self.traces.exact(layout.settings))
+        return self._candidate(layout, lambda: self.traces.exact(layout.settings))
 
     def nearly(self, layout: ParallelLayout, largest: int) -> Candidate:
-        return self._candidate(layout, self.traces.near(layout.settings, largest))
+        return self._candidate(layout, lambda: self.traces.near(layout.settings, largest))
 
-    def _candidate(self, layout: ParallelLayout, trace: StepTrace) -> Candidate:
-        plan = self.planner(self.traces.source.model, trace, layout, self.cluster)
+    def _candidate(self, layout: ParallelLayout, trace: Callable[[], StepTrace]) -> Candidate:
+        try:
+            plan = self.planner(self.traces.source.model, trace(), layout, self.cluster)
+        except EchelonError as error:
+            plan = refused_plan(layout, error.what)
         if not plan.refused and self.cluster.host_memory is not None:
             host = max((size for name, size in plan.host_memory.items()), default=0)
             if host > self.cluster.host_memory:

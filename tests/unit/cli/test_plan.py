@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -11,6 +14,8 @@ from transformers import LlamaConfig
 
 from echelon.cli.main import _run
 from echelon.cli.plan import parse_size
+from echelon.plan.facts import StepSettings
+from echelon.plan.sources import PlannedStep, StepChoices
 
 WIDTH, INNER, LAYERS, VOCABULARY = 32, 64, 2, 128
 BLOCK = 4 * WIDTH * WIDTH + 3 * WIDTH * INNER + 2 * WIDTH
@@ -96,6 +101,122 @@ def test_a_number_is_explained_by_its_formula(config: str, capsys: pytest.Captur
 def test_what_cannot_be_planned_is_an_error(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(["plan", *argv]) == 2
     assert text in capsys.readouterr().err
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from echelon import Accelerator
+
+width = int(sys.argv[sys.argv.index("--width") + 1])
+model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, 3))
+data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+loader = DataLoader(data, batch_size=16)
+optimizer = torch.optim.AdamW(model.parameters())
+accelerator = Accelerator(ARGUMENTS)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+print("training")
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def _write(folder: Path, arguments: str, text: str = SCRIPT) -> str:
+    path = folder / "train.py"
+    path.write_text(text.replace("ARGUMENTS", arguments))
+    return str(path)
+
+
+def _asked(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    _run(["plan", "--device", "T4", "--json", *argv])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["asked"]
+    return found
+
+
+def test_a_script_is_planned_with_its_own_batch_and_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _write(tmp_path, "mixed_precision='bf16', gradient_accumulation_steps=2")
+    asked = _asked(capsys, path, "--width", "1000")
+    assert (asked["engine"], asked["global_batch"]) == ("single", 32)
+    assert (asked["settings"]["micro_batch"], asked["accumulation"]) == (16, 2)
+    assert asked["settings"]["mixed_precision"] == "bf16"
+    sizes = (8 * 1000, 1000, 3 * 1000, 3)
+    assert asked["memory"]["parameters"] == sum(-(-4 * size // 512) * 512 for size in sizes)
+    asked = _asked(capsys, "--batch", "4", "--mixed-precision", "no", "--engine", "fsdp2", path, "--width", "1000")
+    assert (asked["engine"], asked["settings"]["micro_batch"]) == ("fsdp2", 4)
+    assert asked["settings"]["mixed_precision"] == "no"
+
+
+@pytest.mark.slow
+def test_the_engine_of_a_script_is_kept(tmp_path: Path) -> None:
+    path = _write(tmp_path, "engine='zero1'")
+    argv = [sys.executable, "-m", "echelon", "plan", "--device", "T4", "--gpus", "4", "--json", path, "--width", "10"]
+    asked = json.loads(subprocess.run(argv, capture_output=True, check=True, text=True).stdout)["asked"]
+    assert (asked["engine"], asked["mesh"]["dp_replicate"]) == ("zero1", 4)
+
+
+def test_what_is_asked_replaces_what_the_script_has_chosen() -> None:
+    settings = StepSettings(micro_batch=2)
+    choices = StepChoices(engine="fsdp2", stage=2, cpu_offload=True, sizes={"tp": 2})
+    source: Any = None
+    step = PlannedStep(title="", source=source, settings=settings, accumulation=3, choices=choices)
+    layout = step.layout(8)
+    assert (layout.engine, layout.stage, layout.cpu_offload, layout.tp, layout.dp_shard) == ("fsdp2", 2, True, 2, 4)
+    assert layout.accumulation == 3
+    layout = step.layout(8, engine="ddp")
+    assert (layout.engine, layout.cpu_offload, layout.tp, layout.dp_replicate) == ("ddp", False, 1, 8)
+    assert step.layout(8, stage=3, sizes={"tp": 4}).dp_shard == 2
+
+
+@pytest.mark.parametrize(("arguments", "share"), [("split_batches=True", 4), ("parity='exact'", 4), ("", 16)])
+def test_a_batch_that_the_ranks_share_is_divided(
+    arguments: str, share: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = _asked(capsys, "--gpus", "4", _write(tmp_path, arguments), "--width", "10")
+    assert asked["settings"]["micro_batch"] == share
+
+
+def test_a_setting_that_the_model_does_not_have_is_a_refused_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(["plan", "--gpu-memory", "50MB", "--gpus", "2", "--json", _write(tmp_path, ""), "--width", "10"])
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    refused = {one["settings"]["activation_checkpointing"] for one in layouts if one["refused"]}
+    assert refused >= {"selective"}
+    (reason,) = {one["refused"] for one in layouts if one["mesh"]["cp"] > 1}
+    assert reason == "Sequential calls no scaled_dot_product_attention, which cp divides"
+
+
+def test_the_example_with_a_trainer_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = Path(__file__).resolve().parents[3] / "examples" / "mnist_trainer.py"
+    asked = _asked(capsys, "--batch", "1", str(example), "--limit", "256", "--batch_size", "32")
+    assert (asked["engine"], asked["settings"]["micro_batch"]) == ("single", 1)
+
+
+def test_a_script_that_fails_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write(tmp_path, "engine='fsdp3'")
+    assert _run(["plan", "--device", "T4", path, "--width", "10"]) == 2
+    assert f"in {path}:13: ConfigError" in capsys.readouterr().err
+
+
+def test_a_script_and_options_of_models_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write(tmp_path, "")
+    assert _run(["plan", "--device", "T4", "--seq", "8", path]) == 2
+    assert "--seq is for --model" in capsys.readouterr().err
+    assert _run(["plan", "--device", "T4", "--model", "a", path]) == 2
+    assert "there are a script and a model" in capsys.readouterr().err
+    assert _run(["plan", "--device", "T4", str(tmp_path / "no.py")]) == 2
+    assert "no.py does not exist" in capsys.readouterr().err
 
 
 def test_a_mesh_must_have_as_many_ranks_as_devices(config: str, capsys: pytest.CaptureFixture[str]) -> None:
