@@ -224,6 +224,18 @@ def free_memory(index: int) -> DeviceMemory | None:
     return DeviceMemory(num_bytes=free, is_of_host=shared)
 
 
+def total_memory() -> int | None:
+    """Return the bytes of the first accelerator's memory, or None if it does not report them."""
+    import torch  # noqa: PLC0415 - torch-free layer
+
+    accelerator = torch.accelerator.current_accelerator()
+    module: Any = None if accelerator is None else torch.get_device_module(accelerator)
+    if not hasattr(module, "get_device_properties"):
+        return None
+    memory = getattr(module.get_device_properties(0), "total_memory", None)
+    return None if memory is None else int(memory)
+
+
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream of ``device`` is recording a CUDA graph."""
     import torch  # noqa: PLC0415 - torch-free layer

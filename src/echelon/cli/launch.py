@@ -26,6 +26,7 @@ from echelon.base.messages.translation import gettext as _
 from echelon.cli.help.completion import complete_paths
 from echelon.cli.help.misplaced_flags import note_about_flags
 from echelon.cli.launch_options import ARGV, NUMBERS, OPTIONS, LaunchCommand, flag_layer, typed_flags
+from echelon.cli.launch_plan import plan_first
 from echelon.config.derive import check as check_settings, check_installed, derive
 from echelon.config.explain import overridden
 from echelon.config.files import find_accelerator_request, find_config_file, from_file
@@ -151,6 +152,16 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     request = _Request(script=script, flags=flags, typed=typed, resolved=resolved, file=file, libraries=libraries)
     machines = _count_machines(request)
     processes = _count_processes(request, machines)
+    if resolved.value.plan:
+        code = plan_first(
+            script,
+            resolved,
+            devices=processes.number,
+            machines=machines.number,
+            has_accelerator=processes.num_accelerators > 0,
+        )
+        if code:
+            return code
     outputs = _outputs(flags, processes.number)
     if outputs.debugged is not None and script.kind == "program":
         raise ConfigError(

@@ -28,7 +28,7 @@ ARGV = "echelon.launch.argv"
 SHOWS_ALL = "echelon.launch.shows_all"
 # Booleans without a value, as in accelerate; the others take true or false.
 _SWITCHES = frozenset(
-    {"cpu", "debug", "same_network", "enable_cpu_affinity", "use_parallelism_config"}
+    {"cpu", "debug", "plan", "same_network", "enable_cpu_affinity", "use_parallelism_config"}
     | {"dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"}
 )
 _USE = MappingProxyType({"use_fsdp": "fsdp", "use_deepspeed": "deepspeed"})
@@ -200,7 +200,8 @@ GROUPS: Mapping[str, Sequence[click.Option]] = MappingProxyType(
             *_settings(
                 "engine=NAME mixed_precision master_weights activation_checkpointing "
                 "activation_checkpointing_blocks=CLASSES gradient_accumulation_steps parity max_micro_batch_size "
-                "canonical_shards speed verify_every verify_action spike_guard spike_factor allow_changed_data"
+                "canonical_shards speed verify_every verify_action spike_guard spike_factor plan gpu_memory=SIZE "
+                "allow_changed_data"
             ),
         ),
         "Sharding with FSDP's settings": (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from echelon.base.device import num_devices, total_memory
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.cli.help.completion import complete_engines, complete_paths
@@ -73,7 +74,12 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
 )
 @click.option("--nodes", metavar="N", type=click.IntRange(min=1), default=1, help="Number of machines (default: 1).")
 @click.option("--device", metavar="NAME", help="Device, such as H100 or T4, which also gives its memory.")
-@click.option("--gpu-memory", metavar="SIZE", callback=_size, help="Memory of a device, such as 80GB.")
+@click.option(
+    "--gpu-memory",
+    metavar="SIZE",
+    callback=_size,
+    help="Memory of a device, such as 80GB (default: of this machine's first accelerator).",
+)
 @click.option(
     "--interconnect",
     metavar="LINK[,NETWORK]",
@@ -302,6 +308,8 @@ class _Asked:
         memory = self.gpu_memory
         if self.device is not None:
             memory = memory or find_device(self.device).memory
+        elif memory is None and num_devices():
+            memory = total_memory()
         if memory is None:
             raise UsageError(
                 _("the memory of the devices is unknown"),

@@ -100,7 +100,16 @@ KEYS = (
     *(Key(field=field) for field in ("parity", "max_micro_batch_size", "canonical_shards", "verify_every")),
     *(
         Key(field=field)
-        for field in ("verify_action", "spike_guard", "spike_factor", "speed", "seed", "allow_changed_data")
+        for field in (
+            "verify_action",
+            "spike_guard",
+            "spike_factor",
+            "speed",
+            "seed",
+            "plan",
+            "gpu_memory",
+            "allow_changed_data",
+        )
     ),
     Key(field="debug", variable="ACCELERATE_DEBUG_MODE"),
     *_keys(

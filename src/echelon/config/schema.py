@@ -135,6 +135,11 @@ class RunConfig:
     that round differently (bf16 autocast, fused kernels), ``off`` none (docs/speed.md)."""
     seed: int | None = None
     """Random seed for the run. Default: no seed is set; the script may set one."""
+    plan: bool = False
+    """Before the run, predict its memory as ``echelon plan`` does, and refuse a run that does not fit. Needs an accelerator or
+    ``gpu_memory``."""
+    gpu_memory: str | None = None
+    """Memory of an accelerator for ``plan``, such as ``80GB``. Default: that of the first accelerator of this machine."""
     allow_changed_data: bool = False
     """Resume in the middle of an epoch even if the data has changed, and log the position."""
     debug: bool = False
