@@ -183,7 +183,6 @@ def _refusals_of_units(model: ModelFacts, layout: ParallelLayout) -> Iterator[st
 
 
 def _notes(layout: ParallelLayout, hardware: Hardware) -> Iterator[str]:
-    yield _("not counted: the CUDA context, fragmentation, workspaces of kernels, and NCCL's buffers")
     if layout.engine == "deepspeed":
         yield _("deepspeed: by ZeRO's formulas, without the library's buckets")
     if layout.tp > 1:

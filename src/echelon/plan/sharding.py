@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -105,11 +106,13 @@ def stage_pieces(model: ModelFacts, layout: ParallelLayout, stage: int) -> tuple
     """Return the pieces of the model that stage ``stage`` computes: consecutive ones, as ``prepare_pipeline`` balances them."""
     from echelon.engines.pipeline_parallel.stages import balanced_ranges  # noqa: PLC0415 - slow to import, and only pipelines need it
 
-    def size(module: str) -> int:
-        own = (p for p in model.parameters if any(n.startswith(f"{module}.") for n in (p.name, *p.other_names)))
-        return 1 + sum(numel(p.tensor.shape) for p in own)
-
-    sizes = [sum(map(size, piece)) for piece in model.stage_pieces]
+    elements: Counter[str] = Counter()  # of each module, with those inside it
+    for p in model.parameters:
+        holders = {
+            name.rsplit(".", cut)[0] for name in (p.name, *p.other_names) for cut in range(1, name.count(".") + 1)
+        }
+        elements.update(dict.fromkeys(holders, numel(p.tensor.shape)))
+    sizes = [sum(1 + elements[module] for module in piece) for piece in model.stage_pieces]
     begin, end = balanced_ranges(sizes, layout.pp)[stage]
     return model.stage_pieces[begin:end]
 

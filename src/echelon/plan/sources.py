@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -114,6 +113,7 @@ class ModelStep:
         self._config.use_cache = False  # as in a Trainer
         self._facts: ModelFacts | None = None
         self._traced: dict[StepSettings, StepTrace] = {}
+        self._modules: dict[torch.dtype | None, tuple[nn.Module, frozenset[str]]] = {}
 
     @property
     def model(self) -> ModelFacts:
@@ -130,7 +130,7 @@ class ModelStep:
         return self._traced[settings]
 
     def _trace(self, settings: StepSettings) -> StepTrace:
-        module, linear = self._built
+        module, linear = self._built(settings.mixed_precision)
         facts, trace = trace_step(
             module, _OPTIMIZERS[self.choice.optimizer], _loss, self._batch(settings.micro_batch), settings
         )
@@ -139,11 +139,18 @@ class ModelStep:
         self._facts = facts
         return trace
 
-    @cached_property
-    def _built(self) -> tuple[nn.Module, frozenset[str]]:
+    def _built(self, mixed_precision: str) -> tuple[nn.Module, frozenset[str]]:
         """Return the model on the meta device, and the names of the weights that can be quantized."""
-        is_4bit = self.choice.load == "4bit"
-        module: Any = trainable(self._config, dtype=torch.bfloat16 if is_4bit else _DTYPES.get(self.choice.load))
+        dtype = _DTYPES.get(self.choice.load)
+        if self.choice.load == "4bit":
+            # What bitsandbytes multiplies with is in the dtype of autocast (bnb_4bit_compute_dtype), and is not kept for the backward pass.
+            dtype = _DTYPES.get(mixed_precision, torch.bfloat16)
+        if dtype not in self._modules:
+            self._modules[dtype] = self._build(dtype)
+        return self._modules[dtype]
+
+    def _build(self, dtype: torch.dtype | None) -> tuple[nn.Module, frozenset[str]]:
+        module: Any = trainable(self._config, dtype=dtype)
         linear = frozenset(
             f"{name}.weight"
             for name, one in module.named_modules()

@@ -210,8 +210,11 @@ class _Fsdp2Step:
         self._sizes = {unit.name: _sizes(unit, layout, masters=masters) for unit in units}
         self._order = [name for name in self._sizes if name]
         self._root = self._sizes.get("", _NOTHING)
+        self._stored = sum(sizes.stored for sizes in self._sizes.values())
+        self._computed = sum(sizes.gradients for sizes in self._sizes.values())
         self._current = ""  # the last unit that was gathered
         self._done: list[str] = []  # units whose gradients are reduced
+        self._stored_done = 0
         self._phase = "forward"
         self._keeps = layout.stage == 2 or layout.pp > 1
         # Micro-steps before the last one leave whole gradients (no_sync), and so do all micro-batches of a pipeline.
@@ -290,7 +293,8 @@ class _Fsdp2Step:
         while_reducing = (0 if self._keeps or not own else self._root.gathered + ahead) + reduction
         if self._keeps:
             while_reducing += gathered - sum(self._sizes[name].gathered for name in own)
-        self._done += [name for name in finished if name in self._sizes]
+        self._done += (done := [name for name in finished if name in self._sizes])
+        self._stored_done += sum(self._sizes[name].stored for name in done)
         if while_reducing > found["gathered parameters"] + last_reduction + moment.temporaries:
             found["reduction buffers"] = reduction
             found["gathered parameters"] = while_reducing - reduction
@@ -302,10 +306,7 @@ class _Fsdp2Step:
 
     def _new_gradients(self, moment: Moment) -> int:
         """Return the bytes of whole gradients of this micro-step that are not reduced yet, in the dtype in which they are computed."""
-        reduced = sum(self._sizes[name].stored for name in self._done)
-        stored = sum(sizes.stored for sizes in self._sizes.values())
-        computed = sum(sizes.gradients for sizes in self._sizes.values())
-        return int(max(0, moment.gradients - reduced) * computed / max(1, stored))
+        return int(max(0, moment.gradients - self._stored_done) * self._computed / max(1, self._stored))
 
 
 _NOTHING = _UnitSizes(0, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from echelon.base.messages.translation import gettext_noop as N_
 from echelon.distributed.tree import map_tensors
 from echelon.engines.activation_checkpointing import blocks_of, checkpoint_activations
+from echelon.engines.expert_parallel.moe import find_experts
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.fsdp.wrap_policy import modules_to_shard
 from echelon.engines.random_numbers import restore_states, save_states
@@ -41,9 +43,10 @@ _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward})
 _ATTENTION = frozenset({torch.nn.functional.scaled_dot_product_attention})
 _FLASH_ON_CPU_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _NOTES = (
-    "not counted: fragmentation of the allocator, workspaces inside kernels (cuBLAS, cuDNN), NCCL's buffers, the CUDA context",
-    "attention: the fused kernels (flash, memory-efficient) that torch chooses on CUDA, without the scores, and their gradient of the "
-    "queries in float32",
+    N_(
+        "not counted: fragmentation of the allocator, workspaces of kernels (cuBLAS, cuDNN), NCCL's buffers, the CUDA context"
+    ),
+    N_("attention: the fused kernels that torch chooses on CUDA, which do not keep the scores"),
 )
 
 
@@ -161,6 +164,7 @@ class TracedStep(TorchFunctionMode):
         self.bytes_moved: Counter[str] = Counter()
         self.outputs: dict[str, int] = {}
         self.attention: dict[str, tuple[int, int]] = {}
+        self.routed: dict[str, int] = {}
         self._phase: Phase = "forward"
         self._line = ""  # of the function that runs
         self._node = ("", "")  # line and unit of the backward pass's node that runs
@@ -168,7 +172,10 @@ class TracedStep(TorchFunctionMode):
         self._optimizer_steps: list[range] = []
         self._optimizer_bytes: list[int] = []
         self._depth = 0
+        experts = {*find_experts(model).values()}
         for module in model.modules():
+            if module in experts:  # called with hidden_states, top_k_index, top_k_weights
+                module.register_forward_pre_hook(self._note_routed, with_kwargs=True)
             module.register_forward_pre_hook(partial(self._enter, units.get(module)))
             module.register_forward_hook(partial(self._leave, units.get(module)), always_call=True)
 
@@ -296,6 +303,12 @@ class TracedStep(TorchFunctionMode):
         sizes = [one.numel() * one.element_size() for one in (query, key, value)]
         self.attention[self._unit()] = (sizes[0], sizes[1] + sizes[2])
 
+    def _note_routed(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden_states, top_k_index, *_weights = (*args, *kwargs.values())
+        # Each token is a row for each of its experts.
+        row = hidden_states.shape[-1] * hidden_states.element_size()
+        self.routed[self._unit()] = top_k_index.numel() * row
+
     # ---- what storages are for ---------------------------------------------------------------------------------------
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -344,8 +357,10 @@ class TracedStep(TorchFunctionMode):
         return moments[: self._optimizer_steps[0].start + added] + step
 
     def _sums(self, repeated: list[RepeatedBlocks]) -> list[dict[str, Any]]:
-        """Return what is kept by unit: operations, bytes moved, bytes of outputs and of attention."""
-        sums: list[dict[str, Any]] = [dict(self.flops), dict(self.bytes_moved), self.outputs, self.attention]
+        """Return what is kept by unit: operations, bytes moved, bytes of outputs, of attention, and of experts' rows."""
+        sums: list[dict[str, Any]] = [
+            *(dict(self.flops), dict(self.bytes_moved), self.outputs, self.attention, self.routed)
+        ]
         for one in repeated:
             sums = [repeat_sums(found, one) for found in sums]
         step, *others = self._optimizer_bytes[1:] if repeated else self._optimizer_bytes
@@ -356,7 +371,7 @@ class TracedStep(TorchFunctionMode):
     def trace(self, settings: StepSettings, batch: Any, repeated: list[RepeatedBlocks]) -> StepTrace:
         """Return what was seen."""
         tensors = list(tensors_in(batch))
-        flops, bytes_moved, outputs, attention = self._sums(repeated)
+        flops, bytes_moved, outputs, attention, routed = self._sums(repeated)
         return StepTrace(
             settings=settings,
             moments=tuple(self._moments(repeated)),
@@ -366,6 +381,7 @@ class TracedStep(TorchFunctionMode):
             tokens=max((one.numel() for one in tensors if not one.is_floating_point()), default=settings.micro_batch),
             outputs=outputs,
             attention=attention,
+            routed=routed,
             notes=_NOTES if self._device == "cuda" else (),
         )
 

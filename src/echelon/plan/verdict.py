@@ -185,7 +185,7 @@ def search(
         cluster: the machines.
         planner: predicts a layout.
         reserve: what to keep free; by default, what CUDA and NCCL need.
-        variants: other ways to build the model, tried if nothing fits.
+        variants: other ways to build the model, tried if nothing fits, or nothing without CPU offload.
 
     Raises:
         EchelonError: the step cannot be traced with the settings of ``asked``.
@@ -199,8 +199,10 @@ def search(
     changes: list[Change] = []
     if not first.fits:
         changes = _changes_of_layout(judging, asked)
-        if best is None:
+        # Offload needs much host memory and is slow: who must use it may rather train less, or rent more.
+        if best is None or best.plan.layout.cpu_offload:
             changes += _changes_of_model(judging, asked, variants)
+        if best is None:
             changes += _changes_of_cluster(judging, asked)
     ordered = sorted(found.values(), key=lambda one: (not one.fits, bool(one.plan.refused), one.plan.seconds))
     return Verdict(
@@ -229,7 +231,7 @@ def _over_ranks(judging: _Judge, layout: ParallelLayout) -> Iterator[Candidate]:
         other = replace(layout, dp_replicate=1 if is_sharded else data, dp_shard=data if is_sharded else 1)
         if other.engine == "single" and total > 1:
             other = replace(other, engine="ddp")
-        candidate = replace(judging, cluster=cluster).exactly(other)
+        candidate = replace(judging, cluster=cluster).at_peaks(other)
         if not candidate.plan.refused:
             yield candidate
 
@@ -318,6 +320,10 @@ class _Judge:
     def exactly(self, layout: ParallelLayout) -> Candidate:
         return self._candidate(layout, lambda: self.traces.exact(layout.settings))
 
+    def at_peaks(self, layout: ParallelLayout) -> Candidate:
+        """Judge by the moments that can be peaks, of a trace that is not interpolated: faster, and never below ``exactly``."""
+        return self.nearly(layout, layout.settings.micro_batch)
+
     def nearly(self, layout: ParallelLayout, largest: int) -> Candidate:
         return self._candidate(layout, lambda: self.traces.near(layout.settings, largest))
 
@@ -345,15 +351,20 @@ def _fastest(
         if mesh.cpu_offload is not with_offload:
             continue
         splits = list(_splits(batch, mesh, asked.settings.micro_batch))
+        modes, before = _MODES, 1
         for micro_batch, accumulation in splits:
             largest = max(size for size, _ in splits)
-            for mode in _MODES:  # the first that fits is the fastest
+            if before > 1 and accumulation == 1:
+                modes = _MODES  # gradients of earlier micro-steps are no longer kept
+            before = accumulation
+            for mode in modes:  # the first that fits is the fastest
                 settings = replace(asked.settings, micro_batch=micro_batch, activation_checkpointing=mode)
                 layout = replace(mesh, settings=settings, accumulation=accumulation)
                 if layout not in found:
                     found[layout] = judging.nearly(layout, largest)
                 if found[layout].fits or found[layout].plan.refused:
                     break
+                modes = modes[1:]  # with larger micro-batches it does not fit either
     while True:
         fitting = [one for one in found.values() if one.fits]
         if not fitting:
@@ -442,7 +453,7 @@ def _changes_of_layout(judging: _Judge, asked: ParallelLayout) -> list[Change]:
         is_smaller_batch = layout.settings.micro_batch < settings.micro_batch
         if is_smaller_batch and any(one.candidate.plan.layout.accumulation > asked.accumulation for one in found):
             continue  # a larger one fits
-        candidate = judging.exactly(layout)
+        candidate = judging.at_peaks(layout)
         if candidate.fits:
             found.append(Change(text=text, flags=_new_flags(layout, asked), arguments=arguments, candidate=candidate))
     return sorted(found, key=lambda one: one.candidate.plan.seconds)
@@ -472,7 +483,7 @@ def _changes_of_model(judging: _Judge, asked: ParallelLayout, variants: Sequence
     for variant in variants:
         other = _Judge(Traces(variant.build()), judging.cluster, judging.planner, judging.reserve)
         for layout in (asked, *_least_memory(asked, judging.cluster)):
-            candidate = other.exactly(layout)
+            candidate = other.at_peaks(layout)
             if candidate.fits:
                 found.append(
                     Change(
@@ -496,7 +507,7 @@ def _changes_of_cluster(judging: _Judge, asked: ParallelLayout) -> list[Change]:
             cluster = replace(cluster, nodes=2 * cluster.nodes)
         other = _Judge(judging.traces, cluster, judging.planner, judging.reserve)
         for layout in _least_memory(asked, cluster):
-            candidate = other.exactly(layout)
+            candidate = other.at_peaks(layout)
             if candidate.fits:
                 total = cluster.gpus_per_node * cluster.nodes
                 arguments = f"--gpus {cluster.gpus_per_node} --nodes {cluster.nodes}"

@@ -27,7 +27,14 @@ _NAMES = (
     *(N_("parameters"), N_("master weights"), N_("gradients"), N_("optimizer state"), N_("buffers"), N_("buckets")),
     *(N_("activations"), N_("temporaries"), N_("batch"), N_("gathered parameters"), N_("unreduced gradients")),
     *(N_("reduction buffers"), N_("low-precision copies of weights")),
-    *(N_("rank 0 at load"), N_("a machine at load"), N_("rank 0 at save"), N_("a machine at save"), N_("offload")),
+    *(
+        N_("rank 0 at load"),
+        N_("a machine at load"),
+        N_("rank 0 at save"),
+        N_("a machine at save"),
+        N_("offload, a rank"),
+    ),
+    N_("offload, a machine"),
 )
 _SHOWN = 12  # layouts in the table of the terminal
 
@@ -51,7 +58,7 @@ def to_lines(title: str, verdict: Verdict, *, script: str) -> Iterator[str]:
     yield from _best_lines(asked, best, script)
     yield from _change_lines(verdict, script)
     yield ""
-    yield from align_columns(_memory_rows(asked, best if best is not asked else None))
+    yield from align_columns(_memory_rows(asked, best))
     yield ""
     yield from align_columns(_layout_rows(verdict))
     left = len(verdict.candidates) - _SHOWN
@@ -61,8 +68,8 @@ def to_lines(title: str, verdict: Verdict, *, script: str) -> Iterator[str]:
     if not shown.plan.refused:
         yield ""
         yield from _cost_lines(shown)
-    for note in (*verdict.notes, *shown.plan.notes):
-        yield _("note: {note}", note=printable(note))
+    for note in dict.fromkeys((*verdict.notes, *shown.plan.notes)):
+        yield _("note: {note}", note=printable(_(note)))
 
 
 def verdict_text(asked: Candidate, cluster: Cluster) -> str:
@@ -91,14 +98,16 @@ def verdict_text(asked: Candidate, cluster: Cluster) -> str:
 
 def reserve_text(candidate: Candidate, reserve: Reserve) -> str:
     """Return what is kept free, and for what."""
-    return _(
-        "kept free: {size} for what is not counted: {context} for the CUDA context and workspaces, {communicator} for NCCL "
-        "on each mesh axis, {share:.0%} of the peak for fragmentation and errors of the trace",
+    text = _(
+        "kept free: {size} for what is not counted: {context} for the CUDA context and workspaces, {share:.0%} of the peak for "
+        "fragmentation and errors of the trace",
         size=format_bytes(candidate.reserve),
         context=format_bytes(reserve.context),
-        communicator=format_bytes(reserve.communicator),
         share=reserve.share,
     )
+    if candidate.plan.layout.world == 1:
+        return text
+    return text + _(", {communicator} for NCCL on each mesh axis", communicator=format_bytes(reserve.communicator))
 
 
 def describe(candidate: Candidate) -> str:
@@ -147,6 +156,11 @@ def _best_lines(asked: Candidate, best: Candidate | None, script: str) -> Iterat
         )
     cluster = Cluster(gpus_per_node=layout.world, nodes=1, gpu_memory=0)
     yield f"  {launch_line(layout, cluster, script)}"
+    if layout.cpu_offload:
+        yield "  " + _(
+            "with {size} of host memory on each machine",
+            size=format_bytes(best.plan.host_memory.get("offload, a machine", 0)),
+        )
     if layout.settings.micro_batch != asked.plan.layout.settings.micro_batch:
         yield "  " + _("batch size of the DataLoader: {size}", size=layout.settings.micro_batch)
 
@@ -169,7 +183,8 @@ def _change_lines(verdict: Verdict, script: str) -> Iterator[str]:
 
 
 def _memory_rows(asked: Candidate, best: Candidate | None) -> list[tuple[str, ...]]:
-    plans = [one.plan for one in (asked, best) if one is not None and not one.plan.refused]
+    shown = [asked] if best is None or best.plan.layout == asked.plan.layout else [asked, best]
+    plans = [one.plan for one in shown if not one.plan.refused]
     names = list(dict.fromkeys(name for plan in plans for name in plan.memory))
     heads = [layout_name(plan.layout) for plan in plans]
     rows: list[tuple[str, ...]] = [(_("memory of a rank at the peak"), *heads)]

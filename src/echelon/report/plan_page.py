@@ -66,7 +66,7 @@ def plan_page_data(title: str, verdict: Verdict, traces: Traces, *, script: str)
                 for one in verdict.over_ranks
             ],
         },
-        "notes": [*verdict.notes, *plan.notes],
+        "notes": [_(note) for note in dict.fromkeys((*verdict.notes, *plan.notes))],
     }
 
 
