@@ -21,7 +21,7 @@ from echelon.config.schema import ActivationMode
 from echelon.launch.script import Script, check
 from echelon.plan.devices import find_device, hardware_of
 from echelon.plan.facts import Cluster, ParallelLayout, StepSettings
-from echelon.plan.verdict import Traces, Verdict, search
+from echelon.plan.verdict import PlanVerdict, Traces, search
 from echelon.plan.verdict_text import explain, to_json, to_lines, verdict_text
 from echelon.status.strict_json import dumps
 
@@ -183,7 +183,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     ctx.exit(0 if verdict.asked.fits else 1)
 
 
-def _write_page(path: Path, title: str, verdict: Verdict, traces: Traces, command: str) -> None:
+def _write_page(path: Path, title: str, verdict: PlanVerdict, traces: Traces, command: str) -> None:
     from echelon.report.page import render_plan_page  # noqa: PLC0415 - only for --output
     from echelon.report.plan_page import plan_page_data  # noqa: PLC0415
 

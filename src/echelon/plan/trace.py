@@ -304,7 +304,7 @@ class TracedStep(TorchFunctionMode):
         self.attention[self._unit()] = (sizes[0], sizes[1] + sizes[2])
 
     def _note_routed(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden_states, top_k_index, *_weights = (*args, *kwargs.values())
+        hidden_states, top_k_index = [*args, *kwargs.values()][:2]
         # Each token is a row for each of its experts.
         row = hidden_states.shape[-1] * hidden_states.element_size()
         self.routed[self._unit()] = top_k_index.numel() * row

@@ -76,7 +76,7 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class JudgedLayout:
     """A layout with its plan, and whether it fits."""
 
     plan: LayoutPlan
@@ -100,23 +100,23 @@ class Change:
     """Flags of ``echelon launch``; empty for a change in the script or of the machine."""
     arguments: str
     """What to change elsewhere; empty if flags do it."""
-    candidate: Candidate
+    candidate: JudgedLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class PlanVerdict:
     """What ``echelon plan`` answers."""
 
     cluster: Cluster
     reserve: Reserve
-    asked: Candidate
-    best: Candidate | None
+    asked: JudgedLayout
+    best: JudgedLayout | None
     """The fastest layout that fits with the same global batch, of those within 5 % the nearest to ``asked``; None if none fits."""
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[JudgedLayout, ...]
     """All layouts that were computed, the fastest first, those that do not fit last."""
     changes: tuple[Change, ...]
     """If the asked layout does not fit: single changes with which it does, the cheapest first."""
-    over_ranks: tuple[Candidate, ...]
+    over_ranks: tuple[JudgedLayout, ...]
     """The best layout, or else the asked one, on 1, 2, 4, ... devices, with the same micro-batch on each."""
     notes: tuple[str, ...] = ()
     """What the trace could not see."""
@@ -174,7 +174,7 @@ def search(
     *,
     reserve: Reserve | None = None,
     variants: Sequence[Variant] = (),
-) -> Verdict:
+) -> PlanVerdict:
     """Return whether ``asked`` fits, the fastest layout of the same global batch that does, and otherwise what to change.
 
     A layout with an interpolated trace is traced before it is said to fit.
@@ -205,7 +205,7 @@ def search(
         if best is None:
             changes += _changes_of_cluster(judging, asked)
     ordered = sorted(found.values(), key=lambda one: (not one.fits, bool(one.plan.refused), one.plan.seconds))
-    return Verdict(
+    return PlanVerdict(
         cluster=cluster,
         reserve=reserve,
         asked=first,
@@ -217,7 +217,7 @@ def search(
     )
 
 
-def _over_ranks(judging: _Judge, layout: ParallelLayout) -> Iterator[Candidate]:
+def _over_ranks(judging: _Judge, layout: ParallelLayout) -> Iterator[JudgedLayout]:
     """Yield ``layout`` on 1, 2, 4, ... devices, which differ in the axis of data parallelism that the layout uses."""
     fixed = layout.world // (layout.dp_replicate * layout.dp_shard)
     world = max(8 * judging.cluster.gpus_per_node * judging.cluster.nodes, 64)
@@ -238,7 +238,7 @@ def _over_ranks(judging: _Judge, layout: ParallelLayout) -> Iterator[Candidate]:
 
 def judge(
     traces: Traces, layout: ParallelLayout, cluster: Cluster, planner: Planner, reserve: Reserve | None = None
-) -> Candidate:
+) -> JudgedLayout:
     """Return whether one layout fits, without looking for others. Arguments as for ``search``."""
     return _Judge(traces, cluster, planner, reserve or Reserve()).exactly(layout)
 
@@ -317,19 +317,20 @@ class _Judge:
     planner: Planner
     reserve: Reserve
 
-    def exactly(self, layout: ParallelLayout) -> Candidate:
+    def exactly(self, layout: ParallelLayout) -> JudgedLayout:
         return self._candidate(layout, lambda: self.traces.exact(layout.settings))
 
-    def at_peaks(self, layout: ParallelLayout) -> Candidate:
+    def at_peaks(self, layout: ParallelLayout) -> JudgedLayout:
         """Judge by the moments that can be peaks, of a trace that is not interpolated: faster, and never below ``exactly``."""
         return self.nearly(layout, layout.settings.micro_batch)
 
-    def nearly(self, layout: ParallelLayout, largest: int) -> Candidate:
+    def nearly(self, layout: ParallelLayout, largest: int) -> JudgedLayout:
         return self._candidate(layout, lambda: self.traces.near(layout.settings, largest))
 
-    def _candidate(self, layout: ParallelLayout, trace: Callable[[], StepTrace]) -> Candidate:
+    def _candidate(self, layout: ParallelLayout, trace: Callable[[], StepTrace]) -> JudgedLayout:
         try:
-            plan = self.planner(self.traces.source.model, trace(), layout, self.cluster)
+            step = trace()
+            plan = self.planner(self.traces.source.model, step, layout, self.cluster)
         except EchelonError as error:
             plan = refused_plan(layout, error.what)
         if not plan.refused and self.cluster.host_memory is not None:
@@ -339,19 +340,20 @@ class _Judge:
         kept = self.reserve.of(plan)
         # With experts on several ranks, all tokens may choose those of one rank.
         margin = self.cluster.gpu_memory - max(plan.peak, plan.worst_peak) - kept
-        return Candidate(plan=plan, reserve=kept, margin=margin)
+        return JudgedLayout(plan=plan, reserve=kept, margin=margin)
 
 
 def _fastest(
-    judging: _Judge, asked: ParallelLayout, found: dict[ParallelLayout, Candidate], *, with_offload: bool
-) -> Candidate | None:
+    judging: _Judge, asked: ParallelLayout, found: dict[ParallelLayout, JudgedLayout], *, with_offload: bool
+) -> JudgedLayout | None:
     """Return the fastest layout that fits, of equally fast ones that nearest to ``asked``; add all that were computed to ``found``."""
     batch, cluster = global_batch(asked), judging.cluster
     for mesh in _meshes(asked, cluster):
         if mesh.cpu_offload is not with_offload:
             continue
         splits = list(_splits(batch, mesh, asked.settings.micro_batch))
-        modes, before = _MODES, 1
+        modes: Sequence[str] = _MODES
+        before = 1
         for micro_batch, accumulation in splits:
             largest = max(size for size, _ in splits)
             if before > 1 and accumulation == 1:

@@ -12,9 +12,9 @@ from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.printable import printable
 from echelon.plan.facts import Cluster, LayoutPlan, ParallelLayout
 from echelon.plan.verdict import (
-    Candidate,
+    JudgedLayout,
+    PlanVerdict,
     Reserve,
-    Verdict,
     axis_sizes,
     flags_of,
     format_bytes,
@@ -39,7 +39,7 @@ _NAMES = (
 _SHOWN = 12  # layouts in the table of the terminal
 
 
-def to_lines(title: str, verdict: Verdict, *, script: str) -> Iterator[str]:
+def to_lines(title: str, verdict: PlanVerdict, *, script: str) -> Iterator[str]:
     """Yield the lines that the terminal shows, the verdict first."""
     asked, best, cluster = verdict.asked, verdict.best, verdict.cluster
     yield title
@@ -72,7 +72,7 @@ def to_lines(title: str, verdict: Verdict, *, script: str) -> Iterator[str]:
         yield _("note: {note}", note=printable(_(note)))
 
 
-def verdict_text(asked: Candidate, cluster: Cluster) -> str:
+def verdict_text(asked: JudgedLayout, cluster: Cluster) -> str:
     """Return the answer in one sentence."""
     name = describe(asked)
     if asked.plan.refused:
@@ -96,7 +96,7 @@ def verdict_text(asked: Candidate, cluster: Cluster) -> str:
     )
 
 
-def reserve_text(candidate: Candidate, reserve: Reserve) -> str:
+def reserve_text(candidate: JudgedLayout, reserve: Reserve) -> str:
     """Return what is kept free, and for what."""
     text = _(
         "kept free: {size} for what is not counted: {context} for the CUDA context and workspaces, {share:.0%} of the peak for "
@@ -110,7 +110,7 @@ def reserve_text(candidate: Candidate, reserve: Reserve) -> str:
     return text + _(", {communicator} for NCCL on each mesh axis", communicator=format_bytes(reserve.communicator))
 
 
-def describe(candidate: Candidate) -> str:
+def describe(candidate: JudgedLayout) -> str:
     """Return the layout with its micro-batch and what it recomputes."""
     layout = candidate.plan.layout
     parts = [layout_name(layout), _("micro-batch {size}", size=layout.settings.micro_batch)]
@@ -138,7 +138,7 @@ def launch_line(layout: ParallelLayout, cluster: Cluster, script: str) -> str:
     return " ".join([*words, *flags_of(layout), script])
 
 
-def _best_lines(asked: Candidate, best: Candidate | None, script: str) -> Iterator[str]:
+def _best_lines(asked: JudgedLayout, best: JudgedLayout | None, script: str) -> Iterator[str]:
     if best is None:
         yield _("no layout fits with a global batch of {batch}", batch=global_batch(asked.plan.layout))
         return
@@ -165,7 +165,7 @@ def _best_lines(asked: Candidate, best: Candidate | None, script: str) -> Iterat
         yield "  " + _("batch size of the DataLoader: {size}", size=layout.settings.micro_batch)
 
 
-def _change_lines(verdict: Verdict, script: str) -> Iterator[str]:
+def _change_lines(verdict: PlanVerdict, script: str) -> Iterator[str]:
     if verdict.asked.fits:
         return
     yield ""
@@ -182,7 +182,7 @@ def _change_lines(verdict: Verdict, script: str) -> Iterator[str]:
     yield from align_columns(rows)
 
 
-def _memory_rows(asked: Candidate, best: Candidate | None) -> list[tuple[str, ...]]:
+def _memory_rows(asked: JudgedLayout, best: JudgedLayout | None) -> list[tuple[str, ...]]:
     shown = [asked] if best is None or best.plan.layout == asked.plan.layout else [asked, best]
     plans = [one.plan for one in shown if not one.plan.refused]
     names = list(dict.fromkeys(name for plan in plans for name in plan.memory))
@@ -201,7 +201,7 @@ def _memory_rows(asked: Candidate, best: Candidate | None) -> list[tuple[str, ..
     return rows
 
 
-def _layout_rows(verdict: Verdict) -> list[tuple[str, ...]]:
+def _layout_rows(verdict: PlanVerdict) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         (_("layout"), _("micro-batch"), _("accumulation"), _("recomputed"), _("memory"), _("left"), _("step"))
     ]
@@ -221,7 +221,7 @@ def _layout_rows(verdict: Verdict) -> list[tuple[str, ...]]:
     return rows
 
 
-def _cost_lines(shown: Candidate) -> Iterator[str]:
+def _cost_lines(shown: JudgedLayout) -> Iterator[str]:
     plan = shown.plan
     yield _(
         "{name}: {flops:.3g} FLOPs per step and rank, a checkpoint of {size}",
@@ -258,7 +258,7 @@ def explain(what: str, plan: LayoutPlan) -> Iterator[str]:
     yield from map(printable, align_columns([(f"  {name}", text) for name, text in found.items()]))
 
 
-def to_json(verdict: Verdict) -> dict[str, Any]:
+def to_json(verdict: PlanVerdict) -> dict[str, Any]:
     """Return the verdict as JSON data. Sizes in bytes, times in seconds."""
     return {
         "cluster": asdict(verdict.cluster),
@@ -280,7 +280,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _candidate_json(one: Candidate, *, is_whole: bool) -> dict[str, Any]:
+def _candidate_json(one: JudgedLayout, *, is_whole: bool) -> dict[str, Any]:
     plan = one.plan
     found: dict[str, Any] = {
         "name": layout_name(plan.layout),

@@ -10,7 +10,7 @@ from echelon.base.messages.translation import gettext as _
 from echelon.plan.facts import LayoutPlan
 from echelon.plan.holdings import fullest_rank
 from echelon.plan.step_memory import MemoryMoment, memory_over_step
-from echelon.plan.verdict import Candidate, Traces, Verdict, format_bytes, global_batch, layout_name
+from echelon.plan.verdict import JudgedLayout, PlanVerdict, Traces, format_bytes, global_batch, layout_name
 from echelon.plan.verdict_text import (
     cluster_text,
     describe,
@@ -23,7 +23,7 @@ from echelon.plan.verdict_text import (
 _POINTS = 1200  # of a plot; of the moments between two points, the largest is shown
 
 
-def plan_page_data(title: str, verdict: Verdict, traces: Traces, *, script: str) -> dict[str, Any]:
+def plan_page_data(title: str, verdict: PlanVerdict, traces: Traces, *, script: str) -> dict[str, Any]:
     """Return the data of the page, for ``render_plan_page``."""
     asked, best = verdict.asked, verdict.best
     shown = [one for one in (asked, best) if one is not None and not one.plan.refused]
@@ -70,7 +70,7 @@ def plan_page_data(title: str, verdict: Verdict, traces: Traces, *, script: str)
     }
 
 
-def _memory(one: Candidate, verdict: Verdict, traces: Traces) -> dict[str, Any]:
+def _memory(one: JudgedLayout, verdict: PlanVerdict, traces: Traces) -> dict[str, Any]:
     plan = one.plan
     moments = _fullest(plan, traces)
     names = list(dict.fromkeys(name for moment in moments for name in moment.by_category))
@@ -102,7 +102,7 @@ def _thinned(moments: Sequence[MemoryMoment]) -> Iterator[MemoryMoment]:
         yield max(moments[start : start + size], key=lambda one: one.total)
 
 
-def _row(one: Candidate) -> dict[str, Any]:
+def _row(one: JudgedLayout) -> dict[str, Any]:
     layout = one.plan.layout
     return {
         "cells": [

@@ -68,6 +68,7 @@ def test_the_json_has_the_bytes_of_adamw_with_float32_masters_exactly(
     assert "https://" not in text.partition("<script>")[0]
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_exits_with_1_and_names_what_to_do(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,10 +18,10 @@ from echelon.plan.facts import (
     TensorFacts,
 )
 from echelon.plan.verdict import (
+    PlanVerdict,
     Reserve,
     Traces,
     Variant,
-    Verdict,
     flags_of,
     format_bytes,
     global_batch,
@@ -78,7 +78,9 @@ def _plan(model: ModelFacts, trace: StepTrace, layout: ParallelLayout, cluster: 
     )
 
 
-def _verdict(step: _Step, asked: ParallelLayout, memory: int, gpus: int, variants: tuple[Variant, ...] = ()) -> Verdict:
+def _verdict(
+    step: _Step, asked: ParallelLayout, memory: int, gpus: int, variants: tuple[Variant, ...] = ()
+) -> PlanVerdict:
     cluster = Cluster(gpus_per_node=gpus, nodes=1, gpu_memory=memory * GB)
     return search(Traces(step), asked, cluster, _plan, reserve=NOTHING_KEPT, variants=variants)
 
