@@ -188,8 +188,9 @@ def test_engines_start_the_planned_collectives() -> None:
     _compare(QUICK)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", range(2, 9))
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(n, marks=pytest.mark.slow if n in (3, 8) else pytest.mark.soak) for n in range(2, 9)]
+)
 def test_engines_start_the_planned_collectives_at_any_size(world_size: int) -> None:
     _compare([case for case in ALL if case[1] == world_size])
 

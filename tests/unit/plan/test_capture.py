@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -129,7 +130,7 @@ def test_two_models_in_a_step_are_refused(script: Callable[[str], str]) -> None:
     "arguments",
     [
         ("quickstart.py",),
-        *((name, "--limit", "256") for name in ("mnist_ddp.py", "mnist_accelerator.py", "mnist_trainer.py")),
+        *((name, "--limit", "256") for name in ("mnist_accelerator.py", "mnist_trainer.py")),
         *((name,) for name in ("gpt2_zero3.py", "llama_nd.py", "ragged_language_model.py")),
         *((name,) for name in ("reviews_accelerator.py", "reviews_trainer.py")),
     ],
@@ -144,6 +145,17 @@ def test_examples_are_captured(arguments: tuple[str, ...], tmp_path: Path, monke
 
 
 @pytest.mark.slow
+def test_a_script_of_level_1_is_planned(tmp_path: Path) -> None:
+    # In a process of its own, because the script keeps its process group until it ends.
+    command = ["plan", "--device", "T4", "--gpus", "2", str(EXAMPLES / "mnist_ddp.py"), "--limit", "256"]
+    done = subprocess.run(
+        [sys.executable, "-m", "echelon", *command], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, "FITS: " in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
 def test_an_evaluation_that_selects_by_predictions_is_refused_with_its_line() -> None:
     with pytest.raises(UsageError, match=r"lora.py fails when it runs without memory, in .*lora.py:\d+: Dynamic"):
         capture_script(str(EXAMPLES / "lora.py"), [])

@@ -191,8 +191,9 @@ def test_the_peak_is_within_three_percent(name: str) -> None:
     assert -0.03 <= _error(name) <= 0.03
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    "mixed_precision", [pytest.param("no", marks=pytest.mark.slow), pytest.param("bf16", marks=pytest.mark.soak)]
+)
 def test_the_peaks_of_28_models(mixed_precision: str) -> None:
     # oneDNN has no LSTM in bf16 on every CPU.
     names = [name for name in MODELS if mixed_precision == "no" or name != "lstm"]
