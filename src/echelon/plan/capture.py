@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as hook_tables
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -214,10 +215,13 @@ class _FirstStep(TorchFunctionMode):
     def watched(self) -> Iterator[None]:
         """See everything inside the block."""
         with ExitStack() as stack:
+            leave = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+            # remove() forgets this table (torch 2.13), so that torch.compile would see a hook for the rest of the process.
+            stack.callback(hook_tables._global_forward_hooks_with_kwargs.pop, leave.id, None)
             for handle in (
                 register_module_parameter_registration_hook(self._fake),  # type: ignore[arg-type]  # torch's docs: it may return one
                 register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+                leave,
                 register_optimizer_step_post_hook(self._end),
             ):
                 stack.callback(handle.remove)

@@ -55,7 +55,7 @@ def _shown(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> lis
         (("runs", "ls"), "\u6210\u529f"),
         (("runs", "show", "one"), "  \u5de5\u4f5c\u76ee\u5f55"),
         (("runs", "compare"), "* \u4e0d\u540c"),
-        (("runs", "ls"), "0\uff08\u5df2\u5728\u7b2c 16 \u4e2a step\uff09"),
+        (("runs", "ls"), "0\uff08\u4ece step 16 \u7eed\u8bad\uff09"),
         (("watch", "--once", "one"), "2 \u4e2a\u8fdb\u7a0b"),
         (("doctor", "echelon-runs/one"), "rank_0\uff1a\u6ca1\u6709\u8bb0\u5f55\u5806\u6808"),
         (("doctor", "echelon-runs/two"), "\u6ca1\u6709 rank \u5361\u4f4f\u6216\u51fa\u9519"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -200,7 +201,12 @@ def test_the_example_with_a_trainer_is_planned(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     example = Path(__file__).resolve().parents[3] / "examples" / "mnist_trainer.py"
-    asked = _asked(capsys, "--batch", "1", str(example), "--limit", "256", "--batch_size", "32")
+    logger = logging.getLogger("echelon")
+    level = logger.level
+    try:
+        asked = _asked(capsys, "--batch", "1", str(example), "--limit", "256", "--batch_size", "32")
+    finally:
+        logger.setLevel(level)  # which the script's Trainer sets
     assert (asked["engine"], asked["settings"]["micro_batch"]) == ("single", 1)
 
 

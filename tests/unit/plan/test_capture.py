@@ -117,6 +117,11 @@ def test_an_error_names_the_line_of_the_script(script: Callable[[str], str]) -> 
         capture_script(path, ["10", "4"])
 
 
+def test_no_hook_stays_in_the_process(script: Callable[[str], str]) -> None:
+    capture_script(script(PLAIN), ["16", "4"])
+    assert not torch.nn.modules.module._has_any_global_hook()
+
+
 def test_two_models_in_a_step_are_refused(script: Callable[[str], str]) -> None:
     path = script(
         HEAD + "\n(model(data.tensors[0]).sum() + model(data.tensors[0]).sum()).backward()\noptimizer.step()\n"
