@@ -6,12 +6,15 @@ This module does not import echelon. A *round* is one iteration of the loop on a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
@@ -416,3 +419,10 @@ class EpochStream(NumberStream):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+
+def saved_weights(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Return the weights in all safetensors files of ``folder``; the stages of a pipeline have separate ones."""
+    return {
+        name: value for path in sorted(Path(folder).glob("*.safetensors")) for name, value in load_file(path).items()
+    }

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from echelon import Accelerator, ParallelismConfig
@@ -28,6 +27,7 @@ from tests.parallel_models import (
     tiny_llama,
 )
 from tests.prepared_loop import whole
+from tests.reference import saved_weights
 
 import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
@@ -162,7 +162,7 @@ def test_every_layout_loads_what_every_layout_saved(layouts: list[str], tmp_path
         sizes = _LAYOUTS[saved]
         run_on_ranks(_saved, sizes, folders[saved], world_size=math.prod(sizes.values()), timeout=180)
         # What another program would read.
-        weights = load_file(f"{folders[saved]}/weights/model.safetensors")
+        weights = saved_weights(f"{folders[saved]}/weights")
         expected = {name: value for name, value in _whole(folders[saved]).items() if name.endswith(".weight")}
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], value) for name, value in expected.items())

@@ -19,6 +19,7 @@ from echelon.utils import TorchTensorParallelConfig
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.parallel_models import tiny_llama
 from tests.prepared_loop import marked_line, weights_of, whole
+from tests.reference import saved_weights
 
 pytestmark = pytest.mark.slow  # 25 s; tests/unit/accelerator/test_master_weights.py is quick
 
@@ -244,7 +245,7 @@ def _save_stages(folder: str) -> list[str]:
 def test_a_pipeline_saves_the_loaded_dtype_of_all_stages(tmp_path: Path) -> None:
     first, second = run_on_ranks(_save_stages, str(tmp_path), world_size=2)
     assert (first, second) == (["torch.bfloat16", "torch.float32"], ["torch.float32"])
-    saved = load_file(tmp_path / "model.safetensors")
+    saved = saved_weights(tmp_path)
     assert {str(value.dtype) for value in saved.values()} == {"torch.bfloat16"}
     assert saved.keys() >= {"model.embed_tokens.weight", "lm_head.weight"}
 

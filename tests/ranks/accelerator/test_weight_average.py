@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -29,6 +28,7 @@ from tests.parallel_models import (
     tiny_llama,
 )
 from tests.prepared_loop import whole
+from tests.reference import saved_weights
 
 import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
@@ -198,7 +198,7 @@ def test_the_averages_are_those_of_the_formula_on_every_layout_through_saving_an
             _continued, layout, str(tmp_path), until, len(chain), world_size=_LAYOUTS[layout][1], timeout=180
         )
         for name, weights in expected[until - 1].items():
-            saved = load_file(tmp_path / name / "model.safetensors")
+            saved = saved_weights(tmp_path / name)
             assert saved.keys() <= weights.keys()
             assert saved.keys() >= {n for n, _ in make().named_parameters()}
             for key, value in saved.items():

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from echelon import ParallelismConfig
 from echelon.base.errors import ConfigError
@@ -17,6 +16,7 @@ from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer
 from tests.harness import errors_on_ranks, import_ahead, run_on_ranks
 from tests.parallel_models import loss_without_float32, ragged_batches, tiny_llama
+from tests.reference import saved_weights
 from tests.trainer_models import arguments, logged
 
 _SHARD_TP, _REPLICATE_TP = ({name: 2, "tp_size": 2} for name in ("dp_shard_size", "dp_replicate_size"))
@@ -103,9 +103,7 @@ def test_losses_are_those_of_one_process_and_other_meshes_resume(
     for answer in answers:
         assert answer["after"] == pytest.approx(whole["after"], rel=1e-9)
         torch.testing.assert_close(answer["predictions"], whole["predictions"], rtol=0, atol=1e-9)
-    # The stages of a pipeline have separate files.
-    files = [sorted((tmp_path / name / "final").glob("*.safetensors")) for name in ("one", "meshes")]
-    one, found = ({name: value for path in paths for name, value in load_file(path).items()} for paths in files)
+    one, found = (saved_weights(tmp_path / name / "final") for name in ("one", "meshes"))
     assert one.keys() == found.keys()
     for name, value in one.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
