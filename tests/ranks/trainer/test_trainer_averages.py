@@ -17,7 +17,7 @@ from echelon.trainer.checkpoint.checkpoint_folders import ARGUMENTS_FILE
 from tests.harness import run_on_ranks
 from tests.parallel_models import VOCABULARY, loss_without_float32, tiny_llama
 from tests.prepared_loop import whole
-from tests.reference import permutation
+from tests.reference import permutation, saved_weights
 from tests.trainer_models import CONSTANT_SGD, EndsAfter, Net, arguments, net_data, stacked, warnings_of
 
 _ROWS, _EVALUATED, _BATCH, _STEPS = 24, 7, 4, 6
@@ -294,6 +294,6 @@ def test_stages_with_a_shared_weight_are_averaged_and_the_best_ones_come_back(tm
         loss = model(**{name: torch.stack([row[name] for row in data[:_BATCH]]) for name in data[0]}).loss.item()
     assert losses == pytest.approx([loss] * 2, rel=1e-12, abs=0)
     for folder in ("checkpoint-6", "trained"):
-        saved = load_file(tmp_path / folder / "model.safetensors")
+        saved = saved_weights(tmp_path / folder)
         for name, value in average.items():
             torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")

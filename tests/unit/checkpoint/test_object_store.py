@@ -301,7 +301,7 @@ def test_a_trainer_resumes_from_a_url(run: ObjectPath, tmp_path: Path, monkeypat
 # ---- in the background -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # a clock
 def test_training_waits_for_one_copy_in_memory(run: ObjectPath) -> None:
     tensors = {f"w{i}": torch.randn(1 << 20) for i in range(64)}  # 256 MB
     buffers = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -37,7 +37,6 @@ from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import SupportsStateDict
 from echelon.base.warnings import warn
-from echelon.big_models.module_sizes import as_dtype
 from echelon.checkpoint import typed_json
 from echelon.checkpoint.commit import place_of, require_folder_or_nothing
 from echelon.checkpoint.damage import damaged
@@ -727,6 +726,8 @@ class Checkpoints:
         if not is_alone():
             self._session.guard.compare_models("at save_model()")
         place, max_bytes = location(save_directory), convert_file_size_to_int(max_shard_size)
+        from echelon.big_models.module_sizes import as_dtype  # noqa: PLC0415 - most programs never need it
+
         dtype = None if save_dtype is None else as_dtype(save_dtype)
         with within(Phase.SAVE), uploaded_from(place) as folder:
             # Ranks that write together share a folder; for an object store, rank zero gathers the weights and uploads them.
