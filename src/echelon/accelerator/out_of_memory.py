@@ -18,14 +18,13 @@ from echelon.accelerator.session import Session
 from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _
 from echelon.base.sharded import is_dtensor
+from echelon.engines.activation_checkpointing import recomputes_itself
 from echelon.world.launch_variables import board_slot
 
 _NUM_SHOWN = 10
 _TEXTS = ("out of memory", "can't allocate memory", "not enough memory")
 _REQUEST = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-# Names of transformers: after and before version 5.
-_CHECKPOINTED = ("is_activation_checkpointing", "is_gradient_checkpointing")
 _ADAMS = ("Adam", "AdamW")
 
 _WEIGHTS, _GRADIENTS, _STATES, _OTHERS = "weights", "gradients", "optimizer states", "activations and others"
@@ -294,7 +293,7 @@ def _is_checkpointed(session: Session) -> bool:
     if plugin is not None and plugin.activation_checkpointing:
         return True
     modules = [session.engine.unwrap(model) for model in session.objects.models]
-    return any(getattr(module, name, False) for module in modules for name in _CHECKPOINTED)
+    return any(map(recomputes_itself, modules))
 
 
 def _size(num_bytes: int) -> str:

@@ -48,6 +48,8 @@ def _mesh(_ctx: click.Context, _param: click.Parameter, value: str | None) -> di
 def parse_size(text: str) -> int:
     """Return the bytes of ``80GB`` (10^9), ``80GiB`` (2^30), ``16000MB`` or a number of bytes.
 
+    For Accelerate's ``convert_file_size_to_int``, 80Gb are bits.
+
     Raises:
         ValueError: ``text`` is not a size.
     """

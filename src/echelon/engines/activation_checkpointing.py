@@ -87,10 +87,10 @@ def checkpointing_mode(model: nn.Module) -> str:
         if isinstance(forward, partial) and forward.func is _recomputed:
             run = forward.args[1]
             return "full" if run is _keep_inputs else "selective" if run is _keep_products else "offload"
-    return "full" if _checkpoints_itself(model) else "none"
+    return "full" if recomputes_itself(model) else "none"
 
 
-def _checkpoints_itself(model: nn.Module) -> bool:
+def recomputes_itself(model: nn.Module) -> bool:
     """Return whether transformers' own checkpointing is on."""
     is_on = getattr(model, "is_activation_checkpointing", None)  # since 5.23, which warns of the older name
     return bool(getattr(model, "is_gradient_checkpointing", False) if is_on is None else is_on)
@@ -102,7 +102,7 @@ def stop_checkpointing(model: Any) -> None:
         forward = vars(module).get("forward")
         if isinstance(forward, partial) and forward.func is _recomputed:
             module.forward = forward.args[2]
-    if _checkpoints_itself(model):
+    if recomputes_itself(model):
         model.gradient_checkpointing_disable()
 
 

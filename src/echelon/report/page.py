@@ -31,7 +31,7 @@ def render_plan_page(data: Mapping[str, Any]) -> str:
 
 
 def _render(data: Mapping[str, Any], script: str, *, live_url: str | None) -> str:
-    scripts = [asset("uPlot.iife.min.js"), script]
+    scripts = [asset("uPlot.iife.min.js"), asset("elements.js") + script]
     hashes = " ".join(f"'sha256-{_hash(script)}'" for script in scripts)
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
     if live_url is not None:

@@ -12,18 +12,6 @@
 
   // ---- elements and numbers
   const SVG = "http://www.w3.org/2000/svg";
-  const h = (tag, attributes, ...children) => {
-    const node = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes || {})) {
-      if (value === false || value === null || value === undefined) continue;
-      if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-      else if (name === "style") Object.assign(node.style, value);
-      else node.setAttribute(name, value === true ? "" : value);
-    }
-    node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-    return node;
-  };
-  const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const short = (v) => {
     if (v === null || v === undefined || Number.isNaN(v)) return "-";
     const a = Math.abs(v);

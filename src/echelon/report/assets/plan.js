@@ -5,18 +5,6 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const texts = data.texts || {};
   const t = (text, values = {}) => (texts[text] || text).replace(/\{(\w+)\}/g, (mark, name) => (name in values ? String(values[name]) : mark));
-  const h = (tag, attributes, ...children) => {
-    const node = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes || {})) {
-      if (value === false || value === null || value === undefined) continue;
-      if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-      else if (name === "style") Object.assign(node.style, value);
-      else node.setAttribute(name, value === true ? "" : value);
-    }
-    node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-    return node;
-  };
-  const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const chip = (color) => h("span", { class: "chip", style: { background: color }, "aria-hidden": "true" });
   const bytes = (v) => { for (const [unit, scale] of [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (Math.abs(v) >= scale) return `${(v / scale).toFixed(Math.abs(v) < 100 * scale ? 1 : 0)} ${unit}`; return `${v} B`; };
   const short = (v) => (Math.abs(v) >= 1000 ? `${+(v / 1000).toPrecision(3)}k` : String(+v.toPrecision(3)));
