@@ -24,7 +24,9 @@ _SHARD_TP, _REPLICATE_TP = ({name: 2, "tp_size": 2} for name in ("dp_shard_size"
 import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
 
-def _trained(folder: str, sizes: dict[str, int], parity: str, steps: int, resume: bool) -> dict[str, Any]:
+def _trained(
+    folder: str, sizes: dict[str, int], parity: str, steps: int, resume: bool, save_blocking: bool = True
+) -> dict[str, Any]:
     pipeline = {"pipeline_schedule": "1F1B", "pipeline_num_micro_batches": 2} if "pp_size" in sizes else {}
     batch: dict[str, Any] = {"global_batch_size": 8} if parity == "exact" else {"per_device_train_batch_size": 4}
     args = arguments(
@@ -40,6 +42,7 @@ def _trained(folder: str, sizes: dict[str, int], parity: str, steps: int, resume
         logging_steps=1,
         save_strategy="steps",
         save_steps=2,
+        save_blocking=save_blocking,
         seed=3,
         **batch,
         **pipeline,
@@ -95,7 +98,9 @@ def test_losses_are_those_of_one_process_and_other_meshes_resume(
     folder = str(tmp_path / "meshes")
     for number, sizes in enumerate(meshes):
         steps, world_size = 2 * (number + 1), math.prod(sizes.values())
-        answers = run_on_ranks(_trained, folder, sizes, parity, steps, number > 0, world_size=world_size, timeout=120)
+        # The first checkpoint is written in the background.
+        options = (sizes, parity, steps, number > 0, number > 0)
+        answers = run_on_ranks(_trained, folder, *options, world_size=world_size, timeout=120)
         for answer in answers:
             for name in ("losses", "norms"):
                 assert answer[name] == pytest.approx(whole[name][:steps], rel=1e-9), (sizes, name)
