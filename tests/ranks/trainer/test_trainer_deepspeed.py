@@ -113,7 +113,8 @@ def test_a_trainer_trains_under_a_config_full_of_auto(more: dict[str, Any], tmp_
 
 def _train_in_parts(folder: str, config: dict[str, Any], *, end: int | None, resume: bool) -> tuple[list[float], Any]:
     """Return the losses of all steps and the weights."""
-    args = arguments(folder, deepspeed=config, seed=3, max_grad_norm=0.5, **SETTINGS)
+    in_background = config["zero_optimization"]["stage"] != 2
+    args = arguments(folder, deepspeed=config, seed=3, max_grad_norm=0.5, save_blocking=not in_background, **SETTINGS)
     model = Model()
     if resume:
         with torch.no_grad():
