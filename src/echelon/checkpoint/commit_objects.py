@@ -115,12 +115,14 @@ class PendingObjects:
         self._remove_added()
         return found
 
-    def commit(self, manifest: Iterable[bytes]) -> None:
+    def commit(self, manifest: Iterable[bytes] | None, *, is_part: Callable[[str], bool]) -> None:
         """Make the uploaded files the checkpoint, and delete the versions that it replaces. Other objects are kept.
 
         Args:
             manifest: contents of the manifest file, which marks the files as a checkpoint.
+            is_part: not used: a version has a folder of its own, so no files of others are in it.
         """
+        assert manifest is not None, "layouts without a manifest are written to local folders"
         content = b"".join(manifest)
         listed = json.loads(content)["manifest"]["files"]
         found = object_store.objects_in(self.path)

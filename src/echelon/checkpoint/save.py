@@ -151,7 +151,7 @@ class PendingCheckpoint:
             by_node.setdefault(node, []).append(rank)
         self.writers = by_node[nodes[world.rank]]
         token, self.created = announced[0][0]
-        self.files = files = self._pending_files(token)
+        self.files = files = pending_files(self.target, token=token, created=self.created, fence=self.fence)
         with files.discarded_on_error():
             creating, at = f"creating {files.path}", self.target
             run_on_all_ranks(creating, lambda: files.make(creates=is_first), gather, target=at)
@@ -185,11 +185,6 @@ class PendingCheckpoint:
         self.content = replace(content, tensors={}, objects={}, rank_objects={})
         self.write = self.collect = None
         return self
-
-    def _pending_files(self, token: str) -> PendingFolder | PendingObjects:
-        if isinstance(self.target, ObjectPath):
-            return PendingObjects(target=self.target, token=token, created=self.created, fence=self.fence)
-        return PendingFolder(target=self.target, token=token, fence=self.fence)
 
     def _make_on_other_machines(self) -> None:
         """Let machines that do not see rank zero's folder create one of their own."""
@@ -295,10 +290,7 @@ class PendingCheckpoint:
                 tensors=self.layouts,
                 aliases=self.aliases,
             )
-        if isinstance(self.files, PendingFolder):
-            self.files.commit(manifest, is_part=self.is_part)
-        else:
-            self.files.commit(manifest or [])
+        self.files.commit(manifest, is_part=self.is_part)
         self.on_committed(self.target)
 
     def _missing_bytes(self) -> str:
@@ -312,6 +304,15 @@ class PendingCheckpoint:
         missing = num_bytes - self.files.written_bytes([tensors_file(rank), *self.objects]) - free
         lacks = f": {missing:,} bytes are missing" if missing > 0 else ""
         return f" (rank {rank} writes {num_bytes:,} bytes, and {free:,} bytes are free{lacks})"
+
+
+def pending_files(
+    target: Location, *, token: str, created: str, fence: Callable[[], None] | None = None
+) -> PendingFolder | PendingObjects:
+    """Return the files of a save to ``target``, which nobody takes for a checkpoint before they are committed."""
+    if isinstance(target, ObjectPath):
+        return PendingObjects(target=target, token=token, created=created, fence=fence)
+    return PendingFolder(target=target, token=token, fence=fence)
 
 
 def creates_folder(world: World, *, on_each_node: bool) -> bool:

@@ -30,6 +30,7 @@ from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.commit import new_folder, place_of, require_apart, retire
 from echelon.checkpoint.formats.layouts import (
     TRAINER_STATE,
+    foreign_layout,
     is_sharded_file,
     layout_of,
     require_layout,
@@ -218,17 +219,12 @@ def import_(path: str, out: str, parameters: tuple[str, ...]) -> None:
 
 
 def _import(path: str, out: str, parameters: tuple[str, ...]) -> None:
-    source, target = require_folder(path), Path(out)
-    if isinstance(source, ObjectPath) or object_store.is_url(out):
-        raise UsageError(
-            _("echelon checkpoint import reads and writes local folders"),
-            where="echelon checkpoint import",
-            do=_("copy the folder with the tools of the store, before or after the conversion"),
-        )
-    require_apart(source, target)
+    found, target = require_folder(path), storage.location(out)
+    if isinstance(found, Path) and isinstance(target, Path):
+        require_apart(found, target)
     _require_new(target)
-    layout = require_layout(source)
-    if layout == "echelon":
+    is_foreign = isinstance(found, ObjectPath) and foreign_layout(object_store.entries(found)) is not None
+    if not is_foreign and require_layout(found) == "echelon":
         raise UsageError(
             _("{path} already has echelon's format", path=path),
             where="echelon checkpoint import",
@@ -242,16 +238,20 @@ def _import(path: str, out: str, parameters: tuple[str, ...]) -> None:
         transformers,
     )
 
-    if layout == "sharded":
-        checkpoint = merged_weights.open_whole(source, progress_bar)
-        dcp.warn_of_missing_state(checkpoint)
-        conversion.write_converted(
-            checkpoint, target, without=lambda name: is_sharded_file(name) or accelerate.is_state_file(name)
-        )
-    else:
-        read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[layout]
-        imported = read(source, parameters=[_lines(name) for name in parameters])
-        conversion.write_imported(imported, target, source=source)
+    with _local_copy(found) as source:
+        layout = require_layout(source)
+        if layout == "sharded":
+            checkpoint = merged_weights.open_whole(source, progress_bar)
+            dcp.warn_of_missing_state(checkpoint)
+            conversion.write_converted(
+                checkpoint, target, without=lambda name: is_sharded_file(name) or accelerate.is_state_file(name)
+            )
+        else:
+            read = {"accelerate": accelerate.import_accelerate, "transformers": transformers.import_transformers}[
+                layout
+            ]
+            imported = read(source, parameters=[_lines(name) for name in parameters])
+            conversion.write_imported(imported, target, source=source)
     click.echo(_("wrote {out}", out=out))
 
 

@@ -26,6 +26,7 @@ from echelon.checkpoint.object_store import ObjectPath, location
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.rotation import numbered, remove_oldest
 from echelon.checkpoint.save import Content, PendingCheckpoint, SaveFailedError, begin_save, save
+from echelon.cli.main import _run as main
 from echelon.utils import ProjectConfiguration
 from tests.checkpoint_ranks import content_of, on_threads, world_of_threads
 
@@ -377,6 +378,35 @@ def test_a_trainer_refuses_what_a_store_cannot_hold() -> None:
     for wrong in ({"push_to_hub": True}, {"save_on_each_node": True}, {"checkpoint_format": "transformers"}):
         with pytest.raises(ConfigError, match="does not work with output_dir=s3://bucket/run"):
             TrainingArguments("s3://bucket/run", use_cpu=True, report_to="none", **wrong)
+
+
+@pytest.mark.filterwarnings("ignore:.*it holds no RNG states")
+@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+def test_foreign_checkpoints_are_converted_at_urls(
+    layout: str, run: ObjectPath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def convert(source: object, out: object, *more: str) -> int:
+        return main(["checkpoint", "convert", str(source), str(out), *more])
+
+    accelerator = Accelerator(cpu=True)
+    weight = accelerator.prepare(torch.nn.Linear(5, 2)).weight.detach()
+    accelerator.save_state(str(tmp_path / "own"))
+    (tmp_path / "own" / "tokenizer.json").write_text("{}")
+    foreign = run / "foreign"
+    assert convert(tmp_path / "own", foreign, "--format", layout) == 0, capsys.readouterr()
+    for out in (run / "back", tmp_path / "back"):
+        assert convert(foreign, out) == 0, capsys.readouterr()
+        found = Checkpoint(out)
+        assert not found.problems()
+        assert torch.equal(found.read("models.0.weight"), weight)
+        assert ("tokenizer.json" in found.manifest.files) is (layout == "accelerate")
+    assert convert(tmp_path / "back", run / "again", "--format", layout) == 0, capsys.readouterr()
+    assert convert(run / "back", run / "new") == 2
+    assert "already has echelon's format" in capsys.readouterr().err
+    assert convert(foreign, run / "back") == 2
+    assert "already exists" in capsys.readouterr().err
+    assert convert(run, tmp_path / "new") == 1
+    assert "is not a checkpoint" in capsys.readouterr().err
 
 
 def test_a_stale_run_cannot_commit(run: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import BarOpener, progress_bar
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage, typed_json
-from echelon.checkpoint.commit import PendingFolder, new_token
+from echelon.checkpoint.commit import new_token
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.layouts import weight_files
 from echelon.checkpoint.formats.optimizer_states import named_states
@@ -32,9 +32,10 @@ from echelon.checkpoint.manifest import (
     rank_objects_file,
     tensors_file,
 )
+from echelon.checkpoint.object_store import Location
 from echelon.checkpoint.read import Checkpoint
 from echelon.checkpoint.regions import Chunk, ChunkBounds, ChunkTable, TensorLayout
-from echelon.checkpoint.save import Content, PendingCheckpoint
+from echelon.checkpoint.save import Content, PendingCheckpoint, pending_files
 from echelon.checkpoint.stored_weights import Weights, weights_in
 from echelon.checkpoint.tensor_file import header_of, itemsize, stored_form, write_file
 from echelon.checkpoint.tensor_names import model_prefix, rest_of_state
@@ -103,7 +104,7 @@ def build_import(
     )
 
 
-def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) -> Path:
+def write_imported(imported: ImportedCheckpoint, target: Location, *, source: Path) -> Location:
     """Write ``imported`` and the other files in ``source`` to the checkpoint ``target``. One process writes for all ranks."""
     world = World(
         rank=0,
@@ -137,8 +138,8 @@ def write_imported(imported: ImportedCheckpoint, target: Path, *, source: Path) 
 
 
 def write_converted(
-    checkpoint: Checkpoint, target: Path, *, without: Callable[[str], object], show: BarOpener = progress_bar
-) -> Path:
+    checkpoint: Checkpoint, target: Location, *, without: Callable[[str], object], show: BarOpener = progress_bar
+) -> Location:
     """Write a checkpoint of another format, and the other files in its folder, to ``target``. Only one chunk at a time is in memory.
 
     Args:
@@ -170,7 +171,8 @@ def write_converted(
     for rank in range(manifest.world_size):
         if (of_rank := checkpoint.rank_objects(rank)) is not None:
             objects[rank_objects_file(rank)] = encode(of_rank, rank, f"rank {rank} ")
-    folder = PendingFolder(target=storage.real_path(target), token=new_token())
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    folder = pending_files(storage.real_path(target), token=new_token(), created=created)
     folder.make()
     size = sum(chunk.num_bytes for chunks in own.values() for chunk in chunks)
     with folder.discarded_on_error(), show(f"saving {target.name}", size) as progress:
@@ -184,11 +186,11 @@ def write_converted(
             for name, chunks in ((tensors_file(rank), chunks) for rank, chunks in sorted(own.items()))
         }
         files |= {name: folder.write(name, [text], num_bytes=len(text)) for name, text in objects.items()}
-        copy_other_files(checkpoint.local_folder, folder.path, without=without)
+        copy_other_files(checkpoint.local_folder, folder.folder_to_add(), without=without)
         files |= folder.sync_added(is_part=is_part)
         blocks = manifest_blocks(
             token=folder.token,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            created=created,
             world_size=manifest.world_size,
             progress=manifest.progress,
             config=manifest.config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,11 @@ def layout_of(folder: Location) -> Layout | None:
         return "echelon"
     if isinstance(folder, ObjectPath):
         return None
-    names = storage.entries(folder) if folder.is_dir() else []
+    return foreign_layout(storage.entries(folder)) if folder.is_dir() else None
+
+
+def foreign_layout(names: Sequence[str]) -> Layout | None:
+    """Return the layout of a folder with these ``names``, written by another library; None if it is not a checkpoint."""
     if any(_SHARDED.fullmatch(name) for name in names):
         return "sharded"
     if TRAINER_STATE in names:
