@@ -1,7 +1,7 @@
 """Measures the cost of saving 1 GB of state: with and without checksums, in the background, and compared with other libraries.
 
 Run it on a quiet machine: ``python benchmarks/checkpoint.py [--folder DIR] [--megabytes N] [--turns N] [--write]``. With ``--url``,
-it saves to an object store in the background, beside ``dcp.async_save`` with fsspec (and s3fs), and only prints the result. The variants
+it saves in the background to an object store, which it starts, beside ``dcp.async_save`` with fsspec (and s3fs). The variants
 run in alternating order and are compared within each turn, because the speed of a disk varies. Libraries that are not installed are
 skipped.
 """
@@ -13,7 +13,9 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
+import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -34,8 +36,12 @@ from echelon.checkpoint.read import open_verified
 from echelon.checkpoint.save import Content, begin_save, save
 from echelon.world.world import World
 
+sys.path.append(str(Path(__file__).parents[1]))  # the tests have a store
+from tests.object_server import VARIABLES, serving
+
 TURNS = 7
 TITLE = "## Saving a checkpoint"
+TITLE_URL = "## Saving a checkpoint to an object store"
 Times = dict[str, list[float]]
 
 
@@ -231,8 +237,8 @@ class _PeakBytes:
         self._thread.join()
 
 
-def measure_url(url: str, tensors: dict[str, torch.Tensor], turns: int) -> list[str]:
-    """Return lines that compare background saves to ``url``: the seconds blocked, those until the checkpoint is durable, memory."""
+def section_url(url: str, tensors: dict[str, torch.Tensor], turns: int) -> str:
+    """Return a section on background saves to ``url``: the seconds blocked, those until the checkpoint is durable, memory."""
     saver, world = BackgroundSaver(), World.current(cpu=True)
     target = location(f"{url}/echelon")
     buffers = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -266,15 +272,28 @@ def measure_url(url: str, tensors: dict[str, torch.Tensor], turns: int) -> list[
                 found.setdefault(name, []).append((blocked, time.perf_counter() - began, peak.value / 1e6))
     finally:
         dist.destroy_process_group()
-    lines = [f"copy in memory: {statistics.median(copies[1:]):.3f} s"]
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    rows = []
     for name, values in found.items():
         blocked, durable, _ = (statistics.median(column) for column in zip(*values[1:]))
         megabytes = max(value[2] for value in values)  # of the first turn, which allocates what the others use again
         ratio = statistics.median(value[0] / copy for value, copy in zip(values[1:], copies[1:]))
-        lines.append(
-            f"{name}: blocked {blocked:.3f} s ({ratio:.2f} copies), durable after {durable:.2f} s, {megabytes:,.0f} MB of memory"
-        )
-    return lines
+        rows.append(f"| {name} | {blocked:.3f} | {ratio:.2f} | {durable:.2f} | {megabytes:,.0f} |")
+    return "\n".join(
+        [
+            TITLE_URL,
+            "",
+            f"{size / 1e9:.2f} GB in {len(tensors)} tensors, one process, background saves to moto's server on the same machine, which computes in",
+            f"Python. Medians of {turns} turns without the first; the memory is the most of all turns. A copy in memory takes",
+            f"{statistics.median(copies[1:]):.3f} s.",
+            "",
+            "| | blocked, s | in copies | durable after, s | memory, MB |",
+            "|---|---:|---:|---:|---:|",
+            *rows,
+            "",
+            footer("checkpoint.py --url s3://bucket/saves", "obstore", "s3fs", "moto"),
+        ]
+    )
 
 
 def main() -> None:
@@ -284,10 +303,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--pairs", type=int, default=60, help="number of pairs of saves with and without checksums")
     parser.add_argument("--write", action="store_true", help="replace the section in RESULTS.md")
-    parser.add_argument("--url", help="save to this URL of an object store instead")
+    parser.add_argument(
+        "--url", help="save to this URL of a store that the program starts, such as s3://bucket/saves, instead"
+    )
     arguments = parser.parse_args()
     if arguments.url:
-        print("\n".join(measure_url(arguments.url, _tensors(arguments.megabytes), arguments.turns)))
+        with serving() as server:
+            os.environ.update(VARIABLES, AWS_ENDPOINT_URL=server, AWS_TIMEOUT="60s")
+            text = section_url(arguments.url, _tensors(arguments.megabytes), arguments.turns)
+        publish(text, is_written=arguments.write)
         return
     tensors = _tensors(arguments.megabytes)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
