@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.base.errors import CheckpointError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.progress import BarOpener, no_bar, progress_bar
 from echelon.checkpoint import object_store, storage, typed_json
 from echelon.checkpoint.commit import place_of
@@ -100,15 +101,19 @@ class Checkpoint:
         files = [file for i, file in enumerate(sorted(self.manifest.files.items())) if i % num_shares == share]
         if show is None and isinstance(self.folder, ObjectPath):
             found = object_store.objects_in(self.folder)  # one request instead of one per file
-            sizes = {name: found[name]["size"] if name in found else None for name, _ in files}
+            sizes = {name: found[name]["size"] if name in found else None for name, _facts in files}
             return [self._wrong_size(name, facts) for name, facts in files if sizes[name] != facts.size]
         if show is None:
             return [problem for name, facts in files if (problem := self._problem_of(name, facts, None))]
-        with show(f"verifying {self.folder.name}", sum(facts.size for _, facts in files)) as progress:
+        with show(f"verifying {self.folder.name}", sum(facts.size for _name, facts in files)) as progress:
             return [problem for name, facts in files if (problem := self._problem_of(name, facts, progress))]
 
     def _wrong_size(self, name: str, facts: FileFacts) -> str:
-        return f"{self.folder / name} has the wrong size: expected the {facts.size:,} bytes that were written"
+        return _(
+            "{path} has the wrong size: expected the {number:,} bytes that were written",
+            path=self.folder / name,
+            number=facts.size,
+        )
 
     def _problem_of(self, name: str, facts: FileFacts, progress: Callable[[int], None] | None) -> str | None:
         path = self.folder / name
@@ -116,7 +121,7 @@ class Checkpoint:
         try:
             for parent in list(Path(name).parents)[:-1]:  # a link may point outside the checkpoint
                 if storage.kind(self.folder / parent.as_posix()) != "folder":
-                    raise damaged(f"{self.folder / parent.as_posix()} is missing or not a folder")
+                    raise damaged(_("{path} is missing or not a folder", path=self.folder / parent.as_posix()))
             if progress is None:
                 with storage.opened(path) as handle:
                     return wrong_size if storage.size(handle) != facts.size else None
@@ -124,11 +129,11 @@ class Checkpoint:
             if checksum is None:
                 return wrong_size
             if checksum != facts.xxh3_128:
-                return f"{path} is damaged: its checksum does not match the manifest"
+                return _("{path} is damaged: its checksum does not match the manifest", path=path)
             if is_part(name) and name.endswith(".safetensors"):
                 self._require_tensors(name)
         except FileNotFoundError:
-            return f"{path} is missing"
+            return _("{path} is missing", path=path)
         except (OSError, CheckpointError) as error:
             return f"{path}: {error.what if isinstance(error, CheckpointError) else error}"
         return None
@@ -217,14 +222,16 @@ class Checkpoint:
                 do="load a checkpoint of this model, or leave these names out of targets",
             )
         wanted = {name: box_of(target) for name, target in targets.items()}
-        for name, (shape, _, _) in wanted.items():
+        for name, (shape, _dtype, _values) in wanted.items():
             if self.layout(name).shape != tuple(shape):
                 raise CheckpointError(
                     f"{name} has shape {list(self.layout(name).shape)} in {self.folder}, but {list(shape)} in this run",
                     do="load a checkpoint of this model",
                 )
-        with show(f"loading {self.folder.name}", sum(values.nbytes for _, _, values in wanted.values())) as progress:
-            for name, (_, box, values) in wanted.items():
+        with show(
+            f"loading {self.folder.name}", sum(values.nbytes for _shape, _dtype, values in wanted.values())
+        ) as progress:
+            for name, (_shape, box, values) in wanted.items():
                 with torch.no_grad():
                     self._fill(name, self.layout(name), box, values)
                 progress(values.nbytes)
@@ -380,10 +387,10 @@ def try_open(folder: Path, *, world: World, gather: Gather | None = None) -> tup
     except (CheckpointError, OSError) as error:
         token, problems = "", [error.what if isinstance(error, CheckpointError) else str(error)]
     reports = gather_json([token, problems], gather or gather_bytes)
-    for rank, (_, theirs) in enumerate(reports):
+    for rank, (_token, theirs) in enumerate(reports):
         if theirs:
             where = f"rank {rank}: " if len(reports) > 1 else ""
             return None, f"{where}{'; '.join(theirs[:3])}{f'; and {len(theirs) - 3} more' if len(theirs) > 3 else ''}"
-    if len({token for token, _ in reports}) > 1:
+    if len({token for token, _problem in reports}) > 1:
         return None, "this name refers to different checkpoints on different machines"
     return checkpoint, None

@@ -520,14 +520,21 @@ def _listing(folder: Location, found: Listing) -> str:
     return "\n".join([*([text] if text else []), *left])
 
 
+_STATES: Mapping[str, str] = {
+    "complete": N_("complete"),
+    "verified": N_("verified"),
+    "damaged": N_("damaged"),
+    "unknown": N_("complete, has no checksums"),
+}
+
+
 def _state(entry: CheckpointEntry) -> str:
-    state: str = _("complete, has no checksums") if entry.state == "unknown" else _(entry.state)
     parts = [
-        state,
+        _(_STATES[entry.state]),
         *entry.problems[:2],
         *([] if entry.place == entry.name else [_("stored as {place}", place=entry.place)]),
     ]
-    return "; ".join(parts)
+    return _("; ").join(parts)
 
 
 def _content(checkpoint: Checkpoint) -> dict[str, Any]:

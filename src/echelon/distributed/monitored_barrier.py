@@ -343,7 +343,7 @@ class _BarrierCall:
                 self._operation,
                 self._call_site,
                 waited_s,
-                "; ".join(f"rank {rank} ({place})" for rank, place in late.items()),
+                _("; ").join(f"rank {rank} ({place})" for rank, place in late.items()),
                 _(until),
                 all_ranks=True,
             )

@@ -169,7 +169,7 @@ class Supervisor:
     def _report(self, stall: Stall, no_histories: list[str]) -> str:
         lines = "".join(f"\n    {line}" for line in [*stall.lines(), *self._machine_lines(stall)])
         missing = (
-            _("\n    collectives unknown: {reasons}", reasons="; ".join(map(_, no_histories)))
+            _("\n    collectives unknown: {reasons}", reasons=_("; ").join(map(_, no_histories)))
             if no_histories and stall.is_alarm
             else ""
         )

@@ -91,7 +91,7 @@ class RankRow:
             else _("heartbeat {heartbeat_s:.1f} s ago", heartbeat_s=self.heartbeat_s),
             "" if math.isnan(self.memory_mb) else f"{self.memory_mb:.0f} MB",
         ]
-        return _("rank {rank}: {state}", rank=self.rank, state="; ".join(filter(None, parts)))
+        return _("rank {rank}: {state}", rank=self.rank, state=_("; ").join(filter(None, parts)))
 
 
 def at_place(place: str) -> str:

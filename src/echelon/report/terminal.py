@@ -136,7 +136,7 @@ def _table(rows: Sequence[RankRow], width: int, *, is_ascii: bool) -> list[Text]
         N_("step"): ["" if r.step is None else f"{r.step:,}" for r in rows],
     }
     columns[N_("state")] = [
-        "; ".join(dict.fromkeys(part for part in (row.what, row.phase, _place(row)) if part)) for row in rows
+        _("; ").join(dict.fromkeys(part for part in (row.what, row.phase, _place(row)) if part)) for row in rows
     ]
     if width >= _WIDE:
         columns[N_("last operation")] = [

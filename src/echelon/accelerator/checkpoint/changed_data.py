@@ -79,7 +79,7 @@ def reconcile_data(
     if mid_epoch and not policy.allows_changes:
         raise changed_data_error(source, mid_epoch, positions)
     if mid_epoch:
-        changes_text, positions_text = "; ".join(mid_epoch), "; ".join(positions)
+        changes_text, positions_text = _("; ").join(mid_epoch), "; ".join(positions)
         warn(
             _(
                 "{source} was saved in the middle of an epoch over different data ({changes_text}): {positions_text}",
@@ -93,7 +93,7 @@ def reconcile_data(
             _(
                 "{source} was saved with different data; the next epoch uses the current data: {at_boundary}",
                 source=source,
-                at_boundary="; ".join(at_boundary),
+                at_boundary=_("; ").join(at_boundary),
             )
         )
     return found, frozenset(changed)
@@ -106,12 +106,12 @@ def changed_data_error(source: object, changes: Sequence[str], positions: Sequen
             "{source} was saved in the middle of an epoch, and its data has changed since: {changes}. Samples would be "
             "repeated or skipped",
             source=source,
-            changes="; ".join(changes),
+            changes=_("; ").join(changes),
         ),
         do=_(
             "resume with the same data, batch size and order, or from a checkpoint saved at the end of an epoch; or pass "
             "allow_changed_data=True (echelon launch --allow_changed_data): then {positions}; {start_over}",
-            positions="; ".join(positions),
+            positions=_("; ").join(positions),
             start_over=_(START_OVER),
         ),
     )

@@ -210,9 +210,11 @@ class CheckpointStore:
         target = self.folder() / f"{PREFIX}{self._project.iteration}"
         if storage.kind(place_of(target)) is not None:
             raise UsageError(
-                f"the checkpoint {target} already exists",
-                do="set accelerator.project_configuration.iteration to the next free number (after load_state: the "
-                "loaded checkpoint's number plus one), or use another project_dir",
+                _("the checkpoint {target} already exists", target=target),
+                do=_(
+                    "set accelerator.project_configuration.iteration to the next free number (after load_state: the loaded "
+                    "checkpoint's number plus one), or use another project_dir"
+                ),
             )
         return target
 
@@ -224,8 +226,8 @@ class CheckpointStore:
         """Return the folder of automatically named checkpoints."""
         if self._project.project_dir is None:
             raise UsageError(
-                "automatic_checkpoint_naming requires a project_dir",
-                do="pass Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)",
+                _("automatic_checkpoint_naming requires a project_dir"),
+                do=_("pass Accelerator(project_dir=...) or ProjectConfiguration(project_dir=...)"),
             )
         return location(os.fspath(self._project.project_dir)) / "checkpoints"
 

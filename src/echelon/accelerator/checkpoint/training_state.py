@@ -342,7 +342,7 @@ def _require_pieces(
                 names=", ".join(map(repr, pieces)),
             )
         raise CheckpointError(
-            _("{folder} contains {wrong}", folder=checkpoint.folder, wrong="; ".join(wrong)),
+            _("{folder} contains {wrong}", folder=checkpoint.folder, wrong=_("; ").join(wrong)),
             do=_("{advice}; {start_over}", advice=advice, start_over=_(START_OVER)),
         )
 

@@ -500,7 +500,7 @@ class ResumedTraining:
                         _(
                             "{folder} was saved with different data; the next epoch uses the current data: {wrong}",
                             folder=folder,
-                            wrong="; ".join(wrong),
+                            wrong=_("; ").join(wrong),
                         )
                     )
                 return (round(saved_epoch), 0) if not is_within else (int(saved_epoch), 0)
@@ -519,7 +519,7 @@ class ResumedTraining:
                 _(
                     "{folder} was saved in the middle of an epoch over different data ({wrong}); {resumes}",
                     folder=folder,
-                    wrong="; ".join(wrong),
+                    wrong=_("; ").join(wrong),
                     resumes=resumes,
                 )
             )
@@ -529,7 +529,7 @@ class ResumedTraining:
                     "{folder} was saved with different data ({wrong}); training resumes after {used} batches "
                     "of epoch {epoch}",
                     folder=folder,
-                    wrong="; ".join(wrong),
+                    wrong=_("; ").join(wrong),
                     used=used,
                     epoch=epoch,
                 )
