@@ -33,7 +33,8 @@ from echelon.base.logging import get_logger
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.warnings import warn
 from echelon.checkpoint.formats.transformers import OptimizationState, write_random_states, write_state
-from echelon.checkpoint.object_store import ObjectPath, location, uploaded_from
+from echelon.checkpoint.formats.weight_files import exported_to
+from echelon.checkpoint.object_store import ObjectPath, location
 from echelon.trainer.arguments.training_arguments import TrainingArguments, loader_batch_size, set_arguments
 from echelon.trainer.build_accelerator import accelerator_arguments, build_accelerator
 from echelon.trainer.callbacks.callback_handler import CallbackHandler, require_agreement, usual_flags
@@ -789,11 +790,11 @@ class TrainerMethods:
             nullcontext()
             if _internal_call or is_sharded
             else first_rank_saves(f"save_model {place}", on_each_machine=args.save_on_each_node),
-            uploaded_from(place) as folder,
+            exported_to(place) as folder,
         ):
             by_all_ranks = is_sharded and not (_internal_call or is_overridden(self, "_save"))
             if not by_all_ranks or not write_sharded_model_files(
-                args, self._session, accelerator, self.model_wrapped, folder, self.processing_class
+                args, self._session, accelerator, self.model_wrapped, folder, self.processing_class, weights_to=place
             ):
                 options = {"master_weights": True} if self._session.saves_master_weights else {}
                 weights = accelerator.get_state_dict(self.model_wrapped, **options)

@@ -21,9 +21,10 @@ from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConf
 from echelon.accelerator.models import save_sharded
 from echelon.base.errors import CheckpointError, DesyncError, EchelonError
 from echelon.base.optional import is_available
-from echelon.checkpoint import storage
+from echelon.checkpoint import object_store, storage
 from echelon.checkpoint.tensor_file import write_file
 from echelon.engines.base import ShardedTensor
+from tests import object_server
 from tests.harness import errors_on_ranks, import_ahead, run_on_ranks, shut_down
 from tests.parallel_models import tiny_llama
 
@@ -140,6 +141,28 @@ def _measured(folder: str, part_bytes: int) -> tuple[int, list[str], list[int]]:
         patch.setattr(save_sharded, "write_file", write)
         accelerator.save_model(model, folder, max_shard_size=part_bytes)
     return most, written, writers
+
+
+@pytest.mark.slow
+def test_the_ranks_upload_the_weights_to_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    pytest.importorskip("obstore")
+    original = tiny_llama(num_layers=4, tied=True)
+    state = original.state_dict()
+    with object_server.serving() as server:
+        for name, value in (*object_server.VARIABLES.items(), ("AWS_ENDPOINT_URL", server)):
+            monkeypatch.setenv(name, value)
+        for sizes in ({"dp_shard_size": 2}, {"pp_size": 2}):
+            (key,) = sizes
+            place = object_store.ObjectPath("s3://bucket", key)
+            for max_shard_size in (10_000_000, 20_000):  # the index must not stand beside the one file of before
+                run_on_ranks(_exported, str(place), sizes, max_shard_size, world_size=2)
+            object_store.download(place, tmp_path / key)
+            assert not (tmp_path / key / "model.safetensors").exists()
+            original.config.save_pretrained(tmp_path / key)
+            read: Any = LlamaForCausalLM.from_pretrained(tmp_path / key, dtype=torch.float64)
+            assert all(torch.equal(value, state[name]) for name, value in read.state_dict().items())
 
 
 def test_each_rank_writes_files_and_holds_no_more_than_one_part(tmp_path: Path) -> None:

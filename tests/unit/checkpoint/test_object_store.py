@@ -380,6 +380,17 @@ def test_a_trainer_refuses_what_a_store_cannot_hold() -> None:
             TrainingArguments("s3://bucket/run", use_cpu=True, report_to="none", **wrong)
 
 
+def test_a_model_replaces_the_one_that_was_saved_before(run: ObjectPath) -> None:
+    accelerator = Accelerator(cpu=True)
+    for sizes, files in (
+        ("5GB", ["model.safetensors"]),
+        (40, [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)] + ["model.safetensors.index.json"]),
+        ("5GB", ["model.safetensors"]),
+    ):
+        accelerator.save_model(torch.nn.Linear(5, 2), str(run), max_shard_size=sizes)
+        assert object_store.entries(run) == files
+
+
 @pytest.mark.filterwarnings("ignore:.*it holds no RNG states")
 @pytest.mark.parametrize("layout", ["accelerate", "dcp"])
 def test_foreign_checkpoints_are_converted_at_urls(

@@ -44,9 +44,9 @@ from echelon.checkpoint.formats.accelerate import custom_path, is_state_file, mi
 from echelon.checkpoint.formats.dcp import open_dcp, warn_of_missing_state
 from echelon.checkpoint.formats.layouts import layout_of, require_layout
 from echelon.checkpoint.formats.torch_files import write_plain
-from echelon.checkpoint.formats.weight_files import aliases_in, write_shards
+from echelon.checkpoint.formats.weight_files import aliases_in, exported_to, write_shards
 from echelon.checkpoint.manifest import is_part
-from echelon.checkpoint.object_store import Location, ObjectPath, is_url, location, uploaded_from
+from echelon.checkpoint.object_store import Location, ObjectPath, is_url, location
 from echelon.checkpoint.read import Checkpoint, open_verified
 from echelon.checkpoint.save import Content, PendingCheckpoint
 from echelon.checkpoint.stored_weights import converted
@@ -702,8 +702,8 @@ class Checkpoints:
     ) -> None:
         """Write the weights of ``model`` to a folder under plain parameter names, for use by other programs.
 
-        If parameters are sharded, the ranks that can see the folder write different files at the same time, and no rank gathers
-        the whole model.
+        If parameters are sharded, the ranks that can see the folder (or all, to an object store) write different files at the same
+        time, and no rank gathers the whole model.
 
         Args:
             model: prepared or not.
@@ -729,12 +729,10 @@ class Checkpoints:
         from echelon.big_models.module_sizes import as_dtype  # noqa: PLC0415 - most programs never need it
 
         dtype = None if save_dtype is None else as_dtype(save_dtype)
-        with within(Phase.SAVE), uploaded_from(place) as folder:
-            # Ranks that write together share a folder; for an object store, rank zero gathers the weights and uploads them.
-            is_shared = safe_serialization and isinstance(place, Path)
-            sharded = self.sharded_state(model) if is_shared else None
+        with within(Phase.SAVE), exported_to(place) as folder:
+            sharded = self.sharded_state(model) if safe_serialization else None
             if sharded is not None and self.write_sharded(
-                sharded, model, folder, max_shard_bytes=max_bytes, dtype=dtype
+                sharded, model, place, max_shard_bytes=max_bytes, dtype=dtype
             ):
                 return
             state = offloaded_state(model) or self._get_state_dict()(model)
@@ -771,7 +769,7 @@ class Checkpoints:
         self,
         state: ShardedState,
         model: nn.Module,
-        folder: Path,
+        folder: Location,
         *,
         max_shard_bytes: int,
         dtype: torch.dtype | None = None,
@@ -785,7 +783,7 @@ class Checkpoints:
         """
         session = self._session
         with raise_on_all_ranks("save_model"):
-            if folder.is_file():
+            if isinstance(folder, Path) and folder.is_file():
                 raise UsageError(f"{folder} exists and is not a directory", do="pass another save_directory")
         loaded = session.masters.loaded_dtypes(self._unwrap_model()(model, keep_torch_compile=False))
 

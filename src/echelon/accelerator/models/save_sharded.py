@@ -16,6 +16,7 @@ import torch
 
 from echelon.base.errors import CheckpointError
 from echelon.checkpoint.formats.weight_files import aside_of, cut_into_shards, publish_shards, shard_files
+from echelon.checkpoint.object_store import Location, write_object
 from echelon.checkpoint.stored_weights import converted
 from echelon.checkpoint.tensor_file import header_of, stored_form, torch_dtype, write_file
 from echelon.distributed.collectives import gather_object
@@ -29,7 +30,7 @@ _VISIBLE_WITHIN_S = 5.0  # on slow network file systems
 
 def write_sharded(
     state: ShardedState,
-    folder: Path,
+    folder: Location,
     *,
     rank: int,
     max_shard_bytes: int,
@@ -38,7 +39,8 @@ def write_sharded(
     """Write the weights to files of at most ``max_shard_bytes`` each, as ``write_shards`` does; return whether this was possible.
 
     The files are dealt to the ranks that can see ``folder``. Each tensor is gathered on the rank that writes it, which holds at
-    most two at a time beside its shards. The stages of a pipeline have separate files.
+    most two at a time beside its shards. The stages of a pipeline have separate files. To an object store, the ranks upload them as they
+    are written.
 
     Args:
         state: the sharded state dict.
@@ -53,7 +55,7 @@ def write_sharded(
     described: list[Any] = gather_object([_described(state, dtype_of)])
     if any(one is None for one in described):
         return False
-    is_visible = _visible_ranks(folder, rank)
+    is_visible = _visible_ranks(folder, rank) if isinstance(folder, Path) else [True] * len(described)
     stored: dict[str, tuple[str, Sequence[int], int]] = {}  # dtype in the file, shape, number of bytes
     part_of: dict[str, int] = {}
     unsharded: set[str] = set()
@@ -89,8 +91,11 @@ def write_sharded(
         )
         for file, held in own.items()
     }
+    sizes = {file: sum(stored[name][2] for name in held) for file, held in own.items()}
     thread = _WriterThread(
-        {aside_of(folder / file): headers[file] for file in own}, [len(held) for held in own.values()]
+        headers,
+        [len(held) for held in own.values()],
+        write=lambda file, blocks: _write(folder, file, blocks, num_bytes=sizes[file]),
     )
     try:
         for file, name in _in_turns(files, writer_of):
@@ -112,13 +117,23 @@ def write_sharded(
             if thread.error is not None:
                 raise thread.error
     except Exception:
-        for file in own:
-            aside_of(folder / file).unlink(missing_ok=True)
+        if isinstance(folder, Path):
+            for file in own:
+                aside_of(folder / file).unlink(missing_ok=True)
         raise
     with raise_on_all_ranks("save_model"):
         if rank == 0:
             publish_shards(folder, files, sum(num_bytes for _, _, num_bytes in stored.values()))
     return True
+
+
+def _write(folder: Location, file: str, blocks: Iterator[bytes | memoryview], *, num_bytes: int) -> None:
+    if isinstance(folder, Path):
+        aside = aside_of(folder / file)
+        aside.unlink(missing_ok=True)  # of an export that was killed
+        write_file(aside, blocks)
+    else:
+        write_object(folder / file, blocks, num_bytes=num_bytes)
 
 
 def _described(state: ShardedState, dtype_of: Callable[[str, torch.dtype], torch.dtype]) -> Any:
@@ -164,11 +179,18 @@ class _WriterThread:
     Args:
         headers: the beginning of each file.
         counts: the number of tensors in each file.
+        write: writes a file, given its contents.
     """
 
-    def __init__(self, headers: Mapping[Path, bytes], counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        headers: Mapping[str, bytes],
+        counts: Sequence[int],
+        *,
+        write: Callable[[str, Iterator[bytes | memoryview]], None],
+    ) -> None:
         self.error: Exception | None = None
-        self._counts = counts
+        self._counts, self._write = counts, write
         self.room = threading.Semaphore(_TENSORS_IN_MEMORY)
         """To be acquired for each tensor before it is gathered; the thread releases it."""
         self._queue: queue.SimpleQueue[tuple[str, torch.Tensor, str] | None] = queue.SimpleQueue()
@@ -186,11 +208,10 @@ class _WriterThread:
         with suppress(RuntimeError):  # not started
             self._thread.join()
 
-    def _work(self, headers: Mapping[Path, bytes]) -> None:
+    def _work(self, headers: Mapping[str, bytes]) -> None:
         try:
-            for (path, header), count in zip(headers.items(), self._counts):
-                path.unlink(missing_ok=True)  # of an export that was killed
-                write_file(path, self._contents(header, count))
+            for (file, header), count in zip(headers.items(), self._counts):
+                self._write(file, self._contents(header, count))
         except Exception as error:  # noqa: BLE001 - raised on all ranks once everything is gathered
             self.error = error
             while self._queue.get() is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from echelon.base.errors import UsageError
 from echelon.base.progress import progress_bar
 from echelon.checkpoint.damage import damaged
 from echelon.checkpoint.formats.torch_files import load
+from echelon.checkpoint.object_store import Location, delete, uploaded_from, write_object
+from echelon.checkpoint.storage import entries
 from echelon.checkpoint.tensor_file import stored_aliases
 from echelon.compat.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -127,26 +130,56 @@ def aside_of(path: Path) -> Path:
 
 
 def publish_shards(
-    folder: Path, files: Mapping[str, Sequence[str]], num_bytes: int, *, safe_serialization: bool = True
+    folder: Location, files: Mapping[str, Sequence[str]], num_bytes: int, *, safe_serialization: bool = True
 ) -> None:
-    """Rename the written ``files``, write their index if there are several, and delete weight files of an earlier save.
+    """Make the written ``files`` the weights in ``folder``: write their index if there are several, delete files of an earlier save.
+
+    In a local folder, files are renamed (``aside_of``); in an object store, they already have their names.
 
     Args:
         files: the names of the tensors in each file.
         num_bytes: total size of the tensors.
     """
-    for file in files:
-        aside_of(folder / file).replace(folder / file)
-    index = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
-    if len(files) > 1:
-        aside = aside_of(folder / index)
-        aside.write_text(index_of(files, num_bytes), encoding="utf-8")
-        aside.replace(folder / index)
-    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe_serialization else WEIGHTS_PATTERN_NAME
-    earlier = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
-    for path in list(folder.iterdir()):
-        if (earlier.fullmatch(path.name) and path.name not in files) or (path.name == index and len(files) == 1):
-            path.unlink()
+    kept = set(files)
+    index = index_of(files, num_bytes) if len(files) > 1 else None
+    index_name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
+    if isinstance(folder, Path):
+        if index is not None:
+            aside_of(folder / index_name).write_text(index, encoding="utf-8")
+        for file in [*files, *([index_name] if index is not None else [])]:
+            aside_of(folder / file).replace(folder / file)
+    elif index is not None:
+        write_object(folder / index_name, index.encode())
+    if index is not None:
+        kept.add(index_name)
+    _remove_earlier(folder, kept)
+
+
+def _remove_earlier(folder: Location, kept: Collection[str]) -> None:
+    """Delete weight files that are not among the ``kept`` ones of their format, because readers might load them instead."""
+    for pattern, index in (
+        (SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME),
+        (WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME),
+    ):
+        is_weights = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?")).fullmatch
+        if not any(map(is_weights, kept)):
+            continue
+        found = [name for name in entries(folder) if (is_weights(name) or name == index) and name not in kept]
+        if isinstance(folder, Path):
+            for name in found:
+                (folder / name).unlink()
+        else:
+            delete(*(folder / name for name in found))
+
+
+@contextmanager
+def exported_to(place: Location) -> Iterator[Path]:
+    """Yield the local folder ``place``, or a temporary one whose files replace a model at ``place`` if the block succeeds."""
+    with uploaded_from(place) as folder:
+        yield folder
+        written = [] if folder == place else entries(folder)
+    if written:
+        _remove_earlier(place, written)
 
 
 def index_of(files: Mapping[str, Sequence[str]], num_bytes: int) -> str:

@@ -24,6 +24,7 @@ from echelon.base.warnings import warn
 from echelon.checkpoint.formats import transformers as transformers_format
 from echelon.checkpoint.formats.torch_files import write_pickled
 from echelon.checkpoint.formats.weight_files import write_tensors
+from echelon.checkpoint.object_store import Location
 from echelon.trainer.arguments.training_arguments import TrainingArguments
 from echelon.trainer.checkpoint.adapters import (
     embedding_names,
@@ -87,8 +88,12 @@ def write_sharded_model_files(
     wrapped: nn.Module,
     folder: Path,
     processing_class: Any,
+    *,
+    weights_to: Location,
 ) -> bool:
     """Write the same files without gathering the model on any rank; return False if it must be gathered.
+
+    The weights go to ``weights_to``, which is ``folder`` or the place in an object store to which rank zero uploads ``folder``.
 
     It must be if transformers would write other names or fewer weights than the model has. Of a model with adapters, rank zero
     gathers what is trained.
@@ -114,7 +119,7 @@ def write_sharded_model_files(
     with first_rank_saves(name, on_each_machine=False):
         if args.should_save and saves_itself(model):
             model.save_pretrained(str(folder), state_dict={})  # the config; the weights follow
-    if not checkpoints.write_sharded(state, wrapped, folder, max_shard_bytes=_MAX_SHARD_BYTES):
+    if not checkpoints.write_sharded(state, wrapped, weights_to, max_shard_bytes=_MAX_SHARD_BYTES):
         return False
     with first_rank_saves(name, on_each_machine=False):
         if args.should_save:
