@@ -47,7 +47,7 @@ MEMBERS: dict[str, dict[str, list[str]]] = {
     "echelon.Accelerator": {
         "Preparing": [
             "prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "prepare_data_loader", "prepare_pipeline",
-            "skip_first_batches", "allow_unsharded",
+            "skip_first_batches", "allow_unsharded", "plan",
         ],
         "A training step": [
             "accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "autocast", "no_sync", "trigger_sync_in_backward",

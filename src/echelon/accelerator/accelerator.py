@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -71,6 +71,7 @@ from echelon.world.world import World
 
 if TYPE_CHECKING:
     from echelon.accelerator.plugins.fsdp_plugin import FullyShardedDataParallelPlugin
+    from echelon.plan.verdict import PlanVerdict
 
 T = TypeVar("T")
 
@@ -720,6 +721,67 @@ class Accelerator(ProcessMembers):
         first = self.session.resume_epochs()
         with self.preemption.during(self.session.watcher):
             yield from self.session.epochs.loop(first, num_epochs)
+
+    def plan(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batch: Any,
+        compute_loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+        *,
+        gpus: int | None = None,
+        nodes: int | None = None,
+        device: str | None = None,
+        gpu_memory: int | str | None = None,
+        interconnect: str | None = None,
+    ) -> PlanVerdict:
+        """Say whether a training step fits into the memory of GPUs, and what to change if it does not (docs/plan.md).
+
+        A copy of ``model`` without data runs the step; nothing is trained, and no memory for weights is allocated. The settings are
+        those of this Accelerator. Call it before ``prepare``; with an engine that does not shard, it may be called afterwards, too.
+
+        Args:
+            model: the model, unchanged.
+            optimizer: the optimizer of its parameters, unchanged.
+            batch: one batch, as the loader of a process returns it.
+            compute_loss: ``compute_loss(model, batch)`` returns the loss, and must call the model that it is given. None:
+                ``model(**batch).loss``.
+            gpus: devices of each machine. None: processes of this machine.
+            nodes: number of machines. None: those of this run.
+            device: name of the device, such as ``H100``, which also gives its memory.
+            gpu_memory: memory of a device: bytes, or a text such as ``80GB``. None: that of this machine's first accelerator.
+            interconnect: links between devices and between machines, such as ``nvlink,400Gb``.
+
+        Returns:
+            The verdict: ``print(verdict)`` shows what ``echelon plan`` does; ``verdict.fits``, ``verdict.best`` and
+            ``verdict.changes`` are for programs.
+
+        Raises:
+            ConfigError: the device or a link is unknown.
+            UsageError: the memory is unknown, the model or the optimizer is sharded or cannot be copied, or ``compute_loss`` calls
+                another model.
+
+        Examples:
+            >>> def compute_loss(model, batch):
+            ...     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+            >>> verdict = accelerator.plan(model, optimizer, (x, y), compute_loss, gpus=8, gpu_memory="80GB")
+            >>> verdict.fits
+            True
+        """
+        from echelon.accelerator.step_plan import plan_step  # noqa: PLC0415 - torch's fake tensors take a second to import
+
+        return plan_step(
+            self.session,
+            model,
+            optimizer,
+            batch,
+            compute_loss,
+            gpus=gpus,
+            nodes=nodes,
+            device=device,
+            gpu_memory=gpu_memory,
+            interconnect=interconnect,
+        )
 
     def free_memory(self, *objects: Any) -> Any:
         """Release all prepared objects and empty the device's cache; return None for each of ``objects``.

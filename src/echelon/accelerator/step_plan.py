@@ -1,15 +1,158 @@
-"""What an Accelerator's settings mean for ``plan/``: the engine, the mesh, and how batches are divided."""
+"""``Accelerator.plan``, and what an Accelerator's settings mean for ``plan/``: the engine, the mesh, and how batches are divided."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from echelon.accelerator.models.save_objects import unwrap_model
 from echelon.accelerator.session import Session
+from echelon.accelerator.tracking import record_hyperparameters
+from echelon.accelerator.update.optimizer import AcceleratedOptimizer
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
+from echelon.base.sharded import is_dtensor
 from echelon.engines.registry import default_engine
-from echelon.plan.sources import StepChoices
+from echelon.plan.capture import capture_step
+from echelon.plan.devices import build_cluster
+from echelon.plan.layouts import plan_layout
+from echelon.plan.sizes import parse_size
+from echelon.plan.sources import PlannedStep, StepChoices, captured_step
+from echelon.plan.verdict import JudgedLayout, PlanVerdict, Traces, layout_name, search
+from echelon.plan.verdict_text import to_lines
+
+
+def plan_step(
+    session: Session,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    compute_loss: Callable[[nn.Module, Any], torch.Tensor] | None,
+    *,
+    gpus: int | None,
+    nodes: int | None,
+    device: str | None,
+    gpu_memory: int | str | None,
+    interconnect: str | None,
+) -> PlanVerdict:
+    """Implement ``Accelerator.plan``."""
+    world = session.world
+    own = world.local_world_size, max(1, world.world_size // world.local_world_size)
+    cluster = build_cluster(
+        gpus=gpus or own[0],
+        nodes=nodes or own[1],
+        device=device,
+        gpu_memory=_bytes(gpu_memory),
+        interconnect=interconnect,
+        where="Accelerator.plan(gpu_memory=)",
+        example=_("pass device='H100' or another name, or gpu_memory='80GB'"),
+    )
+    total = cluster.gpus_per_node * cluster.nodes
+    choices = step_choices(session, world_size=total, local_world_size=cluster.gpus_per_node)
+    step = step_of_objects(session, model, optimizer, batch, compute_loss or _own_loss, choices, world_size=total)
+    found = search(Traces(step.source), step.layout(total), cluster, plan_layout)
+    if (cluster.gpus_per_node, cluster.nodes) == own:
+        record_plan(found.asked)
+    script = shlex.join(sys.argv) if Path(sys.argv[0]).suffix == ".py" else "train.py"  # such as in a notebook
+    return replace(found, text="\n".join(to_lines(step.title, found, script=script)))
+
+
+def step_of_objects(
+    session: Session,
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    compute_loss: Callable[[nn.Module, Any], torch.Tensor],
+    choices: StepChoices,
+    *,
+    world_size: int,
+    accumulation: int | None = None,
+) -> PlannedStep:
+    """Return the step of these objects on ``world_size`` ranks with the session's settings.
+
+    Args:
+        model: prepared or not.
+        optimizer: prepared or not.
+        batch: one micro-batch.
+        compute_loss: returns the loss of a model for a batch.
+        choices: what ``step_choices`` returned.
+        world_size: number of ranks.
+        accumulation: micro-batches of a step. None: the session's.
+
+    Raises:
+        UsageError: the model or the optimizer is sharded, or is none of torch's.
+    """
+    module = unwrap_model(session, model, keep_torch_compile=False)
+    capabilities = session.capabilities
+    is_sharded = capabilities.shards_optimizer_state and isinstance(optimizer, AcceleratedOptimizer)
+    if is_sharded or any(map(is_dtensor, module.parameters())):
+        raise UsageError(
+            _(
+                "the engine {name} has sharded the model or the optimizer, and a plan is for whole ones",
+                name=capabilities.name,
+            ),
+            where="Accelerator.plan",
+            do=_("call plan() before prepare()"),
+        )
+    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    if not isinstance(inner, Optimizer):
+        raise UsageError(
+            _("a plan needs a torch optimizer, not a {kind}", kind=type(inner).__name__),
+            where="Accelerator.plan",
+            do=_("pass an optimizer such as torch.optim.AdamW(model.parameters())"),
+        )
+    value, plugin = session.config.value, session.fsdp_plugin
+    mode: str = value.activation_checkpointing
+    if plugin is not None and plugin.activation_checkpointing:
+        mode = "offload" if plugin.activation_checkpointing_offload else "full"
+    capture = capture_step(
+        module,
+        inner,
+        batch,
+        compute_loss,
+        mixed_precision=value.mixed_precision,
+        activation_checkpointing=mode,
+        accumulation=accumulation or session.gradient_state.num_steps,
+    )
+    return captured_step(capture, choices, world=world_size)
+
+
+def record_plan(judged: JudgedLayout) -> None:
+    """Record what the run is predicted to need, for ``echelon report``."""
+    plan = judged.plan
+    if not plan.refused:
+        record_hyperparameters("training", {"plan": {"layout": layout_name(plan.layout), "peak_bytes": plan.peak}})
+
+
+def _bytes(size: int | str | None) -> int | None:
+    try:
+        return parse_size(size) if isinstance(size, str) else size
+    except ValueError as error:
+        raise UsageError(
+            _("{value!r} is not a size such as 80GB", value=size),
+            where="Accelerator.plan(gpu_memory=)",
+            do=_("pass a number of bytes, or a size such as '80GB'"),
+        ) from error
+
+
+def _own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    outputs = model(**batch) if isinstance(batch, Mapping) else None
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if not isinstance(loss, torch.Tensor):
+        raise UsageError(
+            _("{name} does not compute its own loss of this batch", name=type(model).__name__),
+            where="Accelerator.plan",
+            do=_("pass a function that does: compute_loss=lambda model, batch: ..."),
+        )
+    return loss
 
 
 def step_choices(session: Session, *, world_size: int, local_world_size: int) -> StepChoices:

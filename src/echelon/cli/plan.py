@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from echelon.base.device import num_devices, total_memory
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.cli.help.completion import complete_engines, complete_paths
 from echelon.config.schema import ActivationMode
 from echelon.launch.script import Script, check
-from echelon.plan.devices import find_device, hardware_of
+from echelon.plan.devices import build_cluster
 from echelon.plan.facts import Cluster, ParallelLayout, StepSettings
+from echelon.plan.sizes import parse_size
 from echelon.plan.verdict import PlanVerdict, Traces, search
 from echelon.plan.verdict_text import explain, to_json, to_lines, verdict_text
 from echelon.status.strict_json import dumps
@@ -43,22 +42,6 @@ def _mesh(_ctx: click.Context, _param: click.Parameter, value: str | None) -> di
             )
         found[axis] = int(size)
     return found
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of ``80GB`` (10^9), ``80GiB`` (2^30), ``16000MB`` or a number of bytes.
-
-    For Accelerate's ``convert_file_size_to_int``, 80Gb are bits.
-
-    Raises:
-        ValueError: ``text`` is not a size.
-    """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(text)
-    power = " KMGT".index(match[2].upper() or " ")
-    scale: int = (1024 if match[3] else 1000) ** power
-    return round(float(match[1]) * scale)
 
 
 def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
@@ -306,29 +289,16 @@ class _Asked:
         Raises:
             UsageError: the device or a link is unknown, or the memory is.
         """
-        link, _comma, network = (self.interconnect or "").partition(",")
-        memory = self.gpu_memory
-        if self.device is not None:
-            memory = memory or find_device(self.device).memory
-        elif memory is None and num_devices():
-            memory = total_memory()
-        if memory is None:
-            raise UsageError(
-                _("the memory of the devices is unknown"),
-                where="--gpu_memory",
-                do=_("pass --device H100 or another name, or --gpu_memory 80GB"),
-            )
-        cluster = Cluster(
-            gpus_per_node=self.gpus,
+        return build_cluster(
+            gpus=self.gpus,
             nodes=self.nodes,
-            gpu_memory=memory,
-            device=self.device or "",
-            link=link,
-            network=network,
+            device=self.device,
+            gpu_memory=self.gpu_memory,
+            interconnect=self.interconnect,
             host_memory=self.host_memory,
+            where="--gpu_memory",
+            example=_("pass --device H100 or another name, or --gpu_memory 80GB"),
         )
-        hardware_of(cluster)  # checks the names
-        return cluster
 
     def layout(self, step: PlannedStep) -> ParallelLayout:
         """Return the layout to ask about."""
@@ -337,13 +307,6 @@ class _Asked:
             settings = replace(step.settings, activation_checkpointing=self.activation_checkpointing)
             step = replace(step, settings=settings)
         step = replace(step, accumulation=self.gradient_accumulation_steps or step.accumulation)
-        layout = step.layout(
+        return step.layout(
             world, engine=self.engine, sizes=self.mesh, stage=self.zero_stage, cpu_offload=self.cpu_offload
         )
-        if layout.world != world:
-            raise UsageError(
-                _("the mesh has {ranks} ranks, and there are {world} devices", ranks=layout.world, world=world),
-                where="--mesh",
-                do=_("choose sizes whose product is {world}", world=world),
-            )
-        return layout

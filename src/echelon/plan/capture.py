@@ -1,4 +1,4 @@
-"""Runs a user's script without memory up to the end of its first optimizer step, to trace that step under other settings."""
+"""Captures a step of the user's, to trace it under other settings: of objects, or of a script, which runs without memory to the step's end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import runpy
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,13 +49,13 @@ _QUIET = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """The first step of a script."""
+    """A step of a script, or of objects."""
 
     module: nn.Module
     """The model, without memory."""
     optimizer: Optimizer
     settings: StepSettings
-    """What the script has chosen."""
+    """Those with which it was captured."""
     accumulation: int
     """Micro-batches of a step."""
     chosen: Any
@@ -114,6 +114,69 @@ class Capture:
                 ),
                 do=_("run the plan with the script's own option for the batch size"),
             ) from error
+
+
+def capture_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    compute_loss: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    mixed_precision: str,
+    activation_checkpointing: str,
+    accumulation: int,
+) -> Capture:
+    """Return the step of a model on ``batch``. Traces run ``compute_loss`` on copies of ``model`` that have no memory.
+
+    Args:
+        model: the model, not sharded.
+        optimizer: of the parameters of ``model``.
+        batch: one micro-batch, on any device.
+        compute_loss: returns the loss of a model for a batch: a scalar.
+        mixed_precision: as of the run.
+        activation_checkpointing: what blocks keep; none: what ``model`` does itself.
+        accumulation: micro-batches of a step.
+    """
+    batch = map_tensors(lambda one: one.detach().cpu(), batch)
+
+    def compute_loss_of_copy(copied: nn.Module, inputs: Any) -> torch.Tensor:
+        # This hook is not copied with the model (see fake_model).
+        refusing = model.register_forward_pre_hook(_refuse_original)
+        try:
+            return compute_loss(copied, inputs)
+        finally:
+            refusing.remove()
+
+    settings = StepSettings(
+        micro_batch=_num_samples(tensors_in(batch)),
+        mixed_precision=mixed_precision,
+        activation_checkpointing=checkpointing_mode(model)
+        if activation_checkpointing == "none"
+        else activation_checkpointing,
+    )
+    return Capture(
+        module=model,
+        optimizer=optimizer,
+        settings=settings,
+        accumulation=accumulation,
+        chosen=None,
+        batch=batch,
+        compute_loss=compute_loss_of_copy,
+        script=type(model).__name__,
+    )
+
+
+def _refuse_original(model: nn.Module, _args: Any) -> None:
+    raise UsageError(
+        _("compute_loss calls the {name} itself, not the model that it is given", name=type(model).__name__),
+        do=_("call its first argument: compute_loss=lambda model, batch: ..."),
+    )
+
+
+def _num_samples(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the most common size of the first dimension."""
+    sizes = Counter(one.shape[0] for one in tensors if one.dim())
+    return sizes.most_common(1)[0][0] if sizes else 1
 
 
 def _resized(tensor: torch.Tensor, *, old: int, new: int) -> torch.Tensor:
@@ -336,8 +399,7 @@ class _Tape:
         self._outside = [one for one in self._outside if id(one) not in made or _is_input(one, kept)]
         self.is_complete = id(loss) in made
         self.inputs = list(self._outside)
-        sizes = Counter(one.shape[0] for one in self._outside if one.dim())
-        self.micro_batch = sizes.most_common(1)[0][0] if sizes else 1
+        self.micro_batch = _num_samples(self._outside)
 
     def replay(self, model: nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
         """Return the loss of ``model`` for other tensors in the place of ``inputs``."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from echelon.base.errors import ConfigError
+from echelon.base.device import num_devices, total_memory
+from echelon.base.errors import ConfigError, UsageError
+from echelon.base.messages.translation import gettext as _
 from echelon.base.peak_flops import peak_flops
 from echelon.plan.facts import Cluster
 
@@ -182,3 +184,45 @@ def hardware_of(cluster: Cluster) -> Hardware:
         host=find_link("pcie4" if named == "nvlink" else named),
         is_known=bool(cluster.device),
     )
+
+
+def build_cluster(
+    *,
+    gpus: int,
+    nodes: int,
+    device: str | None,
+    gpu_memory: int | None,
+    interconnect: str | None,
+    host_memory: int | None = None,
+    where: str,
+    example: str,
+) -> Cluster:
+    """Return the machines; without ``gpu_memory``, a known device has what CUDA reports for it, another that of this machine's first one.
+
+    Args:
+        interconnect: names of a link and of a network, such as ``nvlink,400Gb``.
+        where: what gives the memory, for an error.
+        example: how it is given.
+
+    Raises:
+        ConfigError: the device or a link is unknown.
+        UsageError: the memory is.
+    """
+    link, _comma, network = (interconnect or "").partition(",")
+    if gpu_memory is None and device is not None:
+        gpu_memory = find_device(device).memory
+    elif gpu_memory is None and num_devices():
+        gpu_memory = total_memory()
+    if gpu_memory is None:
+        raise UsageError(_("the memory of the devices is unknown"), where=where, do=example)
+    cluster = Cluster(
+        gpus_per_node=gpus,
+        nodes=nodes,
+        gpu_memory=gpu_memory,
+        device=device or "",
+        link=link,
+        network=network,
+        host_memory=host_memory,
+    )
+    hardware_of(cluster)  # checks the names
+    return cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -46,6 +47,22 @@ def rows_of_shard(rows: int, shards: int, index: int) -> int:
 def padded(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
     """Return the shape whose first dimension is rounded up to a multiple of ``shards``, as fully_shard gathers and reduces it."""
     return (-(-shape[0] // shards) * shards, *shape[1:])
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of ``80GB`` (10^9), ``80GiB`` (2^30), ``16000MB`` or a number of bytes.
+
+    For Accelerate's ``convert_file_size_to_int``, 80Gb are bits.
+
+    Raises:
+        ValueError: ``text`` is not a size.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    power = " KMGT".index(match[2].upper() or " ")
+    scale: int = (1024 if match[3] else 1000) ** power
+    return round(float(match[1]) * scale)
 
 
 # ---- dtypes -----------------------------------------------------------------------------------------------------------

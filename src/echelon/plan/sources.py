@@ -73,10 +73,14 @@ class PlannedStep:
         stage: int | None = None,
         cpu_offload: bool = False,
     ) -> ParallelLayout:
-        """Return the layout on ``world`` ranks. What is given replaces what the script has chosen; its sizes and stage are of its engine."""
+        """Return the layout on ``world`` ranks. What is given replaces what the script has chosen; its sizes and stage are of its engine.
+
+        Raises:
+            UsageError: the mesh has another number of ranks.
+        """
         is_other = engine is not None and engine != self.choices.engine
         chosen = StepChoices(engine=engine) if is_other else self.choices
-        return default_layout(
+        layout = default_layout(
             self.settings,
             world,
             engine=chosen.engine,
@@ -85,6 +89,13 @@ class PlannedStep:
             stage=stage or chosen.stage,
             cpu_offload=cpu_offload or chosen.cpu_offload,
         )
+        if layout.world != world:
+            raise UsageError(
+                _("the mesh has {ranks} ranks, and there are {world} devices", ranks=layout.world, world=world),
+                where="ParallelismConfig" if sizes is None or not sizes else "--mesh",
+                do=_("choose sizes whose product is {world}", world=world),
+            )
+        return layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,16 @@ class PlanVerdict:
     """The best layout, or else the asked one, on 1, 2, 4, ... devices, with the same micro-batch on each."""
     notes: tuple[str, ...] = ()
     """What the trace could not see."""
+    text: str = ""
+    """What ``print`` shows: the lines of ``verdict_text.to_lines``, from who has asked."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the asked layout runs, and fits into a device."""
+        return self.asked.fits
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Traces:

@@ -14,8 +14,8 @@ import pytest
 from transformers import LlamaConfig
 
 from echelon.cli.main import _run
-from echelon.cli.plan import parse_size
 from echelon.plan.facts import StepSettings
+from echelon.plan.sizes import parse_size
 from echelon.plan.sources import PlannedStep, StepChoices
 
 WIDTH, INNER, LAYERS, VOCABULARY = 32, 64, 2, 128
