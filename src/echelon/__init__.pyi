@@ -33,7 +33,6 @@ from echelon.accelerator import (
     InitProcessGroupKwargs as InitProcessGroupKwargs,
     PartialState as PartialState,
 )
-from echelon.accelerator.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from echelon.accelerator.memory import find_executable_batch_size as find_executable_batch_size
 from echelon.accelerator.models.load_pretrained import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
@@ -65,6 +64,7 @@ from echelon.compat.enums import DDPCommunicationHookType as DDPCommunicationHoo
 from echelon.data.rng.host_rng import synchronize_rng_states as synchronize_rng_states
 from echelon.data.shared_memory import share_dataset as share_dataset
 from echelon.engines.expert_parallel.moe import MixtureOfExperts as MixtureOfExperts
+from echelon.engines.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from echelon.launch.spawn import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
 from echelon.trainer import (
     BestRun as BestRun,

@@ -13,8 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from echelon.base.errors import UsageError
 from echelon.base.sharded import is_dtensor
 from echelon.engines.state_dicts import plain_name
+from echelon.precision.policy import LOW_PRECISION
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Their kernels do not take float32 inputs with low-precision weights (RMSNorm's do).
 _NORMS = (
     nn.LayerNorm,

@@ -12,6 +12,11 @@ from torch import nn
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
+from echelon.engines.chunked_loss import (
+    ChunkedLoss as ChunkedLoss,
+    is_causal as is_causal,
+    why_not_chunked as why_not_chunked,
+)
 from echelon.engines.context_parallel.region import SequencePiece, current_region, sequence_region
 from echelon.engines.context_parallel.sequence_group import SequenceGroup
 from echelon.engines.context_parallel.sequence_mask import SequenceMask, documents_of_lengths, shift_labels

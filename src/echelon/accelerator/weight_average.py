@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from echelon.accelerator.master_weights import LOW_PRECISION
 from echelon.base.errors import CheckpointError, ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
@@ -19,6 +18,7 @@ from echelon.distributed.monitored_barrier import monitored_barrier
 from echelon.engines.base import Engine
 from echelon.engines.optimizer_copy import ShardsState
 from echelon.engines.shards import local_tensors
+from echelon.precision.policy import LOW_PRECISION
 
 if TYPE_CHECKING:
     from echelon.accelerator.update.optimizer import AcceleratedOptimizer

@@ -33,6 +33,7 @@ from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.distributed.tree import leaves, map_tensors
 from echelon.engines.activation_checkpointing import checkpointing_mode, stop_checkpointing
+from echelon.engines.chunked_loss import loss_chunk_of
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.random_numbers import restore_states, save_states
 from echelon.plan.facts import ModelFacts, StepSettings, StepTrace
@@ -153,6 +154,7 @@ def capture_step(
         activation_checkpointing=checkpointing_mode(model)
         if activation_checkpointing == "none"
         else activation_checkpointing,
+        loss_chunk=loss_chunk_of(model),
     )
     return Capture(
         module=model,
@@ -366,6 +368,7 @@ class _FirstStep(TorchFunctionMode):
             micro_batch=tape.micro_batch,
             mixed_precision=precision,
             activation_checkpointing=checkpointing_mode(module),
+            loss_chunk=loss_chunk_of(module),
         )
         return Capture(
             module=module,

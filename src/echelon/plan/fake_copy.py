@@ -17,8 +17,8 @@ from echelon.base.messages.translation import gettext as _
 from echelon.engines.optimizer_copy import attribute_with_parameters, copy_optimizer
 from echelon.engines.quantized_weights import wrapped_tensors
 from echelon.plan.fake_run import fake_like
+from echelon.precision.policy import LOW_PRECISION
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 # As in accelerator/master_weights.py: their kernels do not take float32 inputs with low-precision weights.
 _NORMS = (
     nn.LayerNorm,
@@ -82,7 +82,7 @@ def fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode, dtype: torch.d
 
 def cast_to_masters(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the parameters and buffers that ``master_weights="float32"`` makes float32 (see ``MasterWeights.cast``)."""
-    trained = [p for p in model.parameters() if p.requires_grad and p.dtype in _LOW_PRECISION]
+    trained = [p for p in model.parameters() if p.requires_grad and p.dtype in LOW_PRECISION]
     if not trained:
         return
     cast = {id(p) for p in trained}
@@ -91,9 +91,9 @@ def cast_to_masters(model: nn.Module) -> Iterator[torch.Tensor]:
         own = list(module.parameters(recurse=False))
         is_norm = isinstance(module, _NORMS)
         if is_norm:
-            yield from (p for p in own if not p.requires_grad and p.dtype in _LOW_PRECISION)
+            yield from (p for p in own if not p.requires_grad and p.dtype in LOW_PRECISION)
         if is_norm or any(id(p) in cast for p in own):
-            yield from (b for b in module.buffers(recurse=False) if b.dtype in _LOW_PRECISION)
+            yield from (b for b in module.buffers(recurse=False) if b.dtype in LOW_PRECISION)
 
 
 def fake_optimizer(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import is_available
+from echelon.engines.chunked_loss import can_chunk_loss
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.plan.capture import Capture
 from echelon.plan.devices import find_device
@@ -114,8 +115,6 @@ class ModelChoice:
 class ModelStep:
     """The step of a model that is built from its configuration, with tokens of the same length and no padding."""
 
-    can_chunk_loss = False
-
     def __init__(self, choice: ModelChoice) -> None:
         self.choice = choice
         self._config = read_config(choice.path)
@@ -133,6 +132,11 @@ class ModelStep:
             self.trace(StepSettings(micro_batch=1))
         assert self._facts is not None
         return self._facts
+
+    @property
+    def can_chunk_loss(self) -> bool:
+        """Whether the model's head and loss can be computed in chunks of tokens."""
+        return any(can_chunk_loss(module) for module, _linear in self._modules.values())
 
     def trace(self, settings: StepSettings) -> StepTrace:
         """Trace one step, once for the same settings."""
@@ -213,8 +217,6 @@ def model_step(choice: ModelChoice, settings: StepSettings) -> PlannedStep:
 class CapturedStep:
     """The step of a script, or of objects that an Accelerator was given."""
 
-    can_chunk_loss = False
-
     def __init__(self, capture: Capture, choices: StepChoices) -> None:
         self._capture = capture
         self._choices = choices
@@ -227,6 +229,11 @@ class CapturedStep:
             self.trace(self._capture.settings)
         assert self._facts is not None
         return self._facts
+
+    @property
+    def can_chunk_loss(self) -> bool:
+        """Whether the model's head and loss can be computed in chunks of tokens."""
+        return can_chunk_loss(self._capture.module)
 
     def trace(self, settings: StepSettings) -> StepTrace:
         """Trace the step once.

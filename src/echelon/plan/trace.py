@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from echelon.base.messages.translation import gettext_noop as N_
 from echelon.distributed.tree import map_tensors
 from echelon.engines.activation_checkpointing import blocks_of, checkpoint_activations
+from echelon.engines.chunked_loss import chunk_loss
 from echelon.engines.expert_parallel.moe import find_experts
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.engines.fsdp.wrap_policy import modules_to_shard
@@ -75,12 +76,12 @@ def trace_step(
         settings: what changes the memory of a step on one device.
         sharding: selects the units.
         blocks: classes of the blocks that are recomputed (``activation_checkpointing_blocks``).
-        adapt: changes the copy of the model before the step, such as the way in which it computes its loss (``settings.loss_chunk``).
+        adapt: changes the copy of the model before the step.
         device: whose operators are traced.
 
     Raises:
         ConfigError: the activation checkpointing mode does not fit the model.
-        UsageError: the model or the optimizer cannot be copied.
+        UsageError: the model or the optimizer cannot be copied, or the loss cannot be computed in chunks.
     """
     try:
         return _trace(model, optimizer, compute_loss, batch, settings, sharding, blocks, adapt, device, is_short=True)
@@ -109,6 +110,8 @@ def _trace(
     batch = map_tensors(lambda one: _without_memory(one, mode), batch)
     if adapt is not None:
         adapt(copied, settings)
+    if settings.loss_chunk is not None:
+        chunk_loss(copied, settings.loss_chunk)
     names = {module: name for name, module in copied.named_modules()}
     units = {module: names[module] for module in modules_to_shard(copied, sharding or ShardingOptions())}
     # Blocks that differ are all traced; so are those of a layout whose blocks are not units.

@@ -453,7 +453,9 @@ def _changes_of_layout(judging: _Judge, asked: ParallelLayout) -> list[Change]:
             tried.append((text, "", replace(asked, settings=replace(settings, activation_checkpointing=mode))))
     if settings.loss_chunk is None and judging.traces.source.can_chunk_loss:
         text = _("compute the loss in chunks of {tokens} tokens", tokens=1024)
-        tried.append((text, "loss_chunk=1024", replace(asked, settings=replace(settings, loss_chunk=1024))))
+        tried.append(
+            (text, "TrainingArguments(loss_chunk=1024)", replace(asked, settings=replace(settings, loss_chunk=1024)))
+        )
     if settings.mixed_precision == "no":
         text = _("mixed precision")
         tried.append((text, "", replace(asked, settings=replace(settings, mixed_precision="bf16"))))

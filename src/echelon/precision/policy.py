@@ -17,6 +17,7 @@ from echelon.base.warnings import warn
 from echelon.config.schema import Precision
 from echelon.distributed.tree import contents, leaves, map_tensors
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 # Layers that are not converted to fp8 (norms, the first and last layer) run in bf16.
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 

@@ -103,15 +103,6 @@ def without_labels(inputs: Any) -> tuple[Any, Any]:
     return inputs, None
 
 
-def is_causal(model: nn.Module) -> bool:
-    """Return whether ``model``, possibly wrapped by PEFT, is a transformers causal language model."""
-    inner = getattr(getattr(model, "base_model", None), "model", None)
-    kinds = [type(one).__name__ for one in (model, inner) if one is not None]
-    return getattr(model, "loss_type", None) == "ForCausalLM" or any(
-        kind.endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds
-    )
-
-
 @dataclass(frozen=True)
 class LabelSmoother:
     """Cross entropy with label smoothing."""

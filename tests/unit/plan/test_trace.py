@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from echelon.engines.chunked_loss import chunk_loss
 from echelon.plan.facts import StepSettings
 from echelon.plan.trace import trace_step
+from echelon.precision.policy import PrecisionPolicy
 
 
 class Counter(TorchDispatchMode):
@@ -102,6 +105,31 @@ def test_each_phase_takes_the_memory_of_a_real_step(foreach: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     expected = predicted(model, optimizer, net_loss, batch, StepSettings(micro_batch=8))
     assert measured(model, optimizer, net_loss, batch) == expected
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_loss_in_chunks_takes_the_memory_of_a_real_one(mixed_precision: Any) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=2000, num_attention_heads=4
+    )
+    model: Any = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    tokens = torch.randint(0, 2000, (4, 64))
+    batch = {"input_ids": tokens, "labels": tokens}
+
+    def compute_loss(model: Any, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch, use_cache=False).loss
+        return loss
+
+    settings = StepSettings(micro_batch=4, mixed_precision=mixed_precision)
+    whole = predicted(model, optimizer, compute_loss, batch, settings)
+    peaks = predicted(model, optimizer, compute_loss, batch, replace(settings, loss_chunk=32))
+    chunk_loss(model, 32)
+    PrecisionPolicy(mode=mixed_precision, device_type="cpu").wrap_forward(model)
+    assert peaks == measured(model, optimizer, compute_loss, batch)
+    assert max(peaks.values()) < max(whole.values()) - 2 * 4 * tokens.numel() * 2000  # two tensors like the logits
 
 
 def test_parameters_units_and_states_are_those_of_the_model() -> None:

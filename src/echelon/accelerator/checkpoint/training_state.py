@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from echelon.accelerator.checkpoint.changed_data import DataPolicy, reconcile_data
-from echelon.accelerator.master_weights import LOW_PRECISION
 from echelon.accelerator.models.weight_check import require_model_of_checkpoint
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.session import Session
@@ -47,6 +46,7 @@ from echelon.engines.optimizer_copy import ShardsState
 from echelon.engines.quantized_weights import flat_state
 from echelon.engines.shards import address_of, local_as, local_tensors, shard_like
 from echelon.engines.state_dicts import load_plain_state_dict, plain_name, plain_state_dict
+from echelon.precision.policy import LOW_PRECISION
 
 _AT_ONCE_BYTES = 1 << 30
 """Maximum size of the weights that loading keeps in host memory at once, in addition to one module."""

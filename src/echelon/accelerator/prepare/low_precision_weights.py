@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from echelon.accelerator.master_weights import LOW_PRECISION
 from echelon.accelerator.session import Session
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.logging import get_logger
@@ -19,6 +18,7 @@ from echelon.base.sharded import is_dtensor, is_fsdp_module
 from echelon.base.warnings import warn
 from echelon.config.origin import SettingSource
 from echelon.engines.random_numbers import restore_states, save_states
+from echelon.precision.policy import LOW_PRECISION
 
 _logger = get_logger(__name__)
 

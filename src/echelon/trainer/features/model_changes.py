@@ -11,13 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from echelon.accelerator.sequences import is_causal
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.optional import require
 from echelon.base.warnings import warn
 from echelon.trainer.data.columns import find_labels, forward_of
 from echelon.trainer.data.num_items import shifts_labels
-from echelon.trainer.model_loss import is_causal
 from echelon.trainer.session import DerivedAttributes, ModelInterface, PreparedOptimizer
 from echelon.trainer.signatures import num_positional, takes, takes_anything
 from echelon.trainer.trainer_methods import TrainerMethods, is_overridden

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import Function
 
-from echelon.accelerator.master_weights import LOW_PRECISION
 from echelon.base.errors import UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.sharded import is_dtensor
+from echelon.precision.policy import LOW_PRECISION
 
 
 def linear_cross_entropy(
