@@ -48,14 +48,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         harness.import_ahead("torch._inductor.compile_fx")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the test files for several processes (``make test``), so that no long file starts at the end.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark the cases beyond a test's sample as slow. Order the test files for several processes (``make test``).
 
-    xdist distributes whole files in this order (--no-loadscope-reorder). By default it would start with files of many tests, and a file
+    No long file may start at the end. xdist distributes whole files in this order (--no-loadscope-reorder). By default it would start with files of many tests, and a file
     with one long test would run last, while the other processes are idle. Files whose tests wait for programs are mixed with files
     that compute.
     """
+    order.mark_beyond_samples(items)
+    yield
     if not hasattr(config, "workerinput"):
         return
     files: dict[str, list[pytest.Item]] = {}

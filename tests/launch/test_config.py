@@ -58,6 +58,7 @@ with open(f"settings_{os.environ['RANK']}.json", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_settings_of_each_source_arrive_on_the_ranks_with_their_origins(command: Command) -> None:
     command.write("settings.py", SETTINGS)
     command.write("run.yaml", "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: false\n")

@@ -27,6 +27,7 @@ def notes(command: Command) -> list[dict]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("argv", "num_processes"),
     [

@@ -258,10 +258,12 @@ def test_what_cannot_be_carried_to_new_processes_is_named(monkeypatch: pytest.Mo
         debug_launcher(print)
 
 
+@pytest.mark.slow
 def test_more_threads_are_left_out_with_one_warning(shown: dict[str, _Shown]) -> None:
     assert shown["after autograd"].err.count("torch.set_num_threads(2) is ignored") == 1
 
 
+@pytest.mark.slow
 def test_interrupting_the_cell_stops_the_ranks(shown: dict[str, _Shown]) -> None:
     assert shown["interrupted"].out.splitlines() == ["waiting", "waiting"]
     assert shown["interrupted"].error.startswith("KeyboardInterrupt")

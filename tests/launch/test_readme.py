@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import run_on_ranks
 from tests.launch.programs import run_program
 
@@ -28,6 +30,7 @@ def test_the_difference_on_the_first_screen_is_in_the_example() -> None:
         assert (line[1:].strip() in example) == (line[0] != "-"), line
 
 
+@pytest.mark.slow
 def test_the_example_prints_what_the_first_screen_shows() -> None:
     commands = re.findall(
         r"^\$ (echelon launch .*quickstart\.py)\n(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE

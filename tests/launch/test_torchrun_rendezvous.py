@@ -57,6 +57,7 @@ def torchrun(command: Command, variables: Mapping[str, str], *flags: str) -> sub
     )
 
 
+@pytest.mark.slow
 def test_two_machines_of_torchrun_restart_together(command: Command, variables: dict[str, str]) -> None:
     command.write("program.py", _PROGRAM)
     flags = ("--nnodes=2", "--nproc-per-node=2", "--max-restarts=1", f"--rdzv-endpoint=127.0.0.1:{command.free_port()}")
@@ -69,6 +70,7 @@ def test_two_machines_of_torchrun_restart_together(command: Command, variables: 
     assert "generation 1: 2 ranks on 2 machines" in text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -95,6 +97,7 @@ def test_missing_machines_and_wrong_settings_are_named(
         assert part in output
 
 
+@pytest.mark.slow
 def test_another_token_is_rejected(command: Command, variables: dict[str, str]) -> None:
     command.write("program.py", _PROGRAM)
     (command.directory / "token").write_text("another token of some length")

@@ -155,6 +155,7 @@ CASES = {
 MULTI_GPU = "distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: false\n"
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_command_line_says_what_and_what_to_do(case: str, command: Command) -> None:
     argv, what, do = CASES[case]
@@ -188,6 +189,7 @@ def test_place_of_a_bad_byte_and_of_a_syntax_error_is_named(command: Command) ->
     assert "where: syntax.py:2: def f(:" in command.launch("syntax.py").err
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("text", "argv", "variables"),
     [
@@ -212,6 +214,7 @@ def test_a_file_for_gpus_runs_on_the_cpu_where_that_was_said(
     assert (command.directory / "ran").exists()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("argv", [["--help"], ["launch", "--help"], ["launch", "gone.py"], ["config", "explain"]])
 def test_command_line_does_not_import_torch(argv: list[str], command: Command) -> None:
     program = (

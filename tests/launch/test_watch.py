@@ -89,6 +89,7 @@ def test_a_slow_rank_and_then_a_stopped_rank_are_seen(
     assert "slow: forward 18 ms per step (median 11)" in lines[header + 2]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("key", ["q", "\x03"])
 def test_q_and_ctrl_c_close_the_view_and_restore_the_terminal(
     key: str, fake_run: tuple[Path, list[subprocess.Popen[bytes]]]

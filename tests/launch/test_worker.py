@@ -38,6 +38,7 @@ def in_worker(command: Command, kind: str, target: str, *args: str) -> Result:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_behaves_as_under_plain_python(name: str, command: Command) -> None:
     command.write("sub/script.py", SCRIPTS[name])

@@ -80,6 +80,7 @@ def test_names_of_many_machines_are_cut() -> None:
     assert join_names([f"node{number}" for number in range(1024)]).endswith("node31, ...")
 
 
+@pytest.mark.slow
 def test_sixteen_machines_join_fail_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     many_nodes = import_module("many_nodes")

@@ -51,7 +51,7 @@ from echelon.trainer.checkpoint.train_cursor import TrainCursor
 from echelon.trainer.data.epoch_batches import EpochBatches, warn_of_wrong_length
 from echelon.trainer.data.packing import require_separate_examples
 from echelon.trainer.features.auto_find_batch_size import evaluation_memory_error, find_batch_size_and_train
-from echelon.trainer.features.chunked_loss import ChunkedLoss, chunked_loss, require_same_loss
+from echelon.trainer.features.chunked_loss import chunked_loss, require_same_loss
 from echelon.trainer.features.memory_snapshot import memory_snapshot
 from echelon.trainer.features.model_changes import (
     enable_activation_checkpointing,

@@ -76,6 +76,7 @@ def _both(folder: str, stop: tuple[int, int], generator: bool, stateful: bool) -
     return _plain(case), _interrupted(folder, case, stop, stateful)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("generator", [False, True], ids=["global-rng", "own-generator"])
 @pytest.mark.parametrize("middle", [False, True], ids=["at-the-end", "in-the-middle"])

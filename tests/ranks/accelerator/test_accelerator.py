@@ -89,6 +89,7 @@ _PROGRAMS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_update_equals_that_of_one_large_batch(world_size: int) -> None:
     """Whatever the numbers of tokens and losses, and where ``zero_grad`` stands beside ``accumulate`` and ``backward``."""

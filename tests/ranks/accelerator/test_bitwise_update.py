@@ -223,6 +223,7 @@ def _partly_used(layout: str | None, clears: bool) -> list[torch.Tensor]:
     return weights_of(accelerator, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clears", [True, False])
 def test_partly_used_and_unused_parameters_are_bit_identical(clears: bool, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
@@ -447,6 +448,7 @@ def _uncleared(layout: str, num_samples: int) -> list[torch.Tensor]:
     return weights_of(accelerator, model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_uncleared_gradients_stay_with_their_parameters(world_size: int) -> None:
     torch.manual_seed(0)
@@ -487,6 +489,7 @@ def _two_models(first: list[str], last: list[str]) -> list[torch.Tensor]:
     return [*weights_of(accelerator, models["model"]), kept.full_tensor()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("first", "last"),
     [

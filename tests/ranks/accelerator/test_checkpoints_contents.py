@@ -276,6 +276,7 @@ def _is_close(found: list[float], wanted: list[float]) -> bool:
     return len(found) == len(wanted) and found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("is_adapted", [False, True])

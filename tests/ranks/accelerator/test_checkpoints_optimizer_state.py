@@ -119,6 +119,7 @@ def _plain(kind: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     return objects[0].state_dict(), _rates(objects[1])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("engine", "world_size"), ENGINES)
 @pytest.mark.parametrize("format_", ["echelon", "accelerate"])
 @pytest.mark.parametrize("kind", ["adamw", "growing"])
@@ -240,6 +241,7 @@ def _trainer(folder: str, format_: str, lr: float, *, end: int, resume: bool) ->
     return [p.detach().clone() for p in model.parameters()], _rates(optimizer)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("format_", ["echelon", "transformers"])
 def test_a_resumed_trainer_keeps_the_rates_of_a_frozen_group(format_: str, world_size: int, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def _read_plainly(saved_at: int, loaded_at: int) -> list[list[int]]:
     return epochs
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("saved_at", "loaded_at"), [(1, 3), (2, 6), (4, 5)])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("parity", ["off", "exact"])

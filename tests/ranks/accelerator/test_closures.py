@@ -138,6 +138,7 @@ _CUTS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("settings", "world_size"), [cut[1:] for cut in _CUTS], ids=[cut[0] for cut in _CUTS])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lbfgs, one evaluation"])
 def test_an_update_of_any_split_equals_that_of_the_whole_batch(
@@ -147,6 +148,7 @@ def test_an_update_of_any_split_equals_that_of_the_whole_batch(
     _expect(found, optimizer, tolerance=1e-12 if optimizer == "sgd" else 1e-9)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("accumulates", [True, False])
 @pytest.mark.parametrize("clears", ["closure", "before", "after", "both"])
 def test_closures_may_clear_the_gradients_anywhere(clears: str, accumulates: bool) -> None:
@@ -154,6 +156,7 @@ def test_closures_may_clear_the_gradients_anywhere(clears: str, accumulates: boo
     _expect(run_on_ranks(_run, "sgd", None, settings, clears, accumulates), "sgd")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("engine", ["zero1", "fsdp2"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_sharded_engines_take_closures(engine: str, steps: int) -> None:

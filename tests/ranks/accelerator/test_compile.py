@@ -293,6 +293,7 @@ def _train_by_compiled_steps(how: str) -> list[torch.Tensor]:
     return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in prepared.parameters()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["ddp", "zero1", "fsdp2", "exact", "bitwise"])
 def test_ranks_with_a_compiled_step_train_like_one_uncompiled_process(how: str) -> None:
     for parameters in run_on_ranks(_train_by_compiled_steps, how, timeout=120):
@@ -320,6 +321,7 @@ def _train_ddp_by_compiled_steps(*, prepares: bool) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("prepares", [False, True])
 def test_a_compiled_step_may_call_backward_of_the_loss(prepares: bool) -> None:
     model = _model()

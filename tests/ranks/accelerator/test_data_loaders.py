@@ -49,6 +49,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
     ("world_size", "split", "even"),

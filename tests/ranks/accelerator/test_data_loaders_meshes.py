@@ -120,6 +120,7 @@ def _cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("parity", "layout", "kind"), _cases())
 def test_the_ranks_of_a_group_are_one_reader(layout: str, kind: str, parity: str) -> None:
     sizes = _LAYOUTS[layout]

@@ -282,6 +282,7 @@ def _plain_part(num_samples: int) -> PlainTraining:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("parity", "num_samples"), [("exact", 26), ("bitwise", 30)])
 def test_the_number_of_processes_may_change_at_any_stop(parity: str, num_samples: int, tmp_path: Path) -> None:
     whole, of_whole, num_evaluated = run_on_ranks(_part, parity, num_samples, tmp_path / "whole", 99, world_size=1)[0]

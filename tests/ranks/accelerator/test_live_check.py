@@ -113,6 +113,7 @@ def _correct_loop(seed: int, engine: str, parity: str) -> tuple[int, list[str]]:
     return check.num_checks, sorted(check.compared)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("engine", "parity"), [("ddp", "off"), ("fsdp2", "exact"), ("zero1", "bitwise")])
 def test_correct_loops_raise_nothing(engine: str, parity: str) -> None:
     for num_checks, compared in run_on_ranks(_correct_loop, 10, engine, parity):
@@ -344,6 +345,7 @@ ALL_FAULTS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("fault", "engine"), ALL_FAULTS)
 def test_a_planted_fault_is_named(fault: str, engine: str) -> None:
     expected = FAULTS[fault]

@@ -212,6 +212,7 @@ def _rounds(engine: str) -> tuple[list[bool], int]:
 
 
 # DeepSpeed itself keeps models and groups in module variables.
+@pytest.mark.sample(1)
 @pytest.mark.skipif(not _TASKS.exists(), reason="threads are counted in /proc, which Linux has")
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
 def test_a_model_and_its_group_are_freed(engine: str) -> None:

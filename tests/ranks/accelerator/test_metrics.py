@@ -79,6 +79,7 @@ def _gather(parity: str, options: dict[str, Any], num_samples: int, batch_size: 
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("parity", "world_size"), [("off", 1), ("off", 2), ("off", 3), ("exact", 2)])
 def test_each_sample_is_there_once_in_all_kinds_of_results(parity: str, world_size: int) -> None:
     for num_samples, batch_size in ((7, 2), (13, 4), (10, 3)):
@@ -139,6 +140,7 @@ def _means(parity: str, options: dict[str, Any]) -> list[Any]:
 
 
 # A mean of up to 14 integers, in float64: 1e-9 is far above its rounding.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("parity", "world_size", "options"),
     [

@@ -208,12 +208,14 @@ def _check(program: str, sizes: tuple[int, int, int, int], setting: str, refused
 _EVEN = (16, 16, 4, 4)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("setting", _SETTINGS)
 @pytest.mark.parametrize("program", ["_zip", "_by_hand", "_evaluation_inside", "_again", "_left"])
 def test_loaders_of_equal_batches_may_be_read_together(program: str, setting: str) -> None:
     _check(program, _EVEN, setting)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("setting", _SETTINGS)
 @pytest.mark.parametrize("sizes", [(32, 16, 8, 4), (16, 24, 4, 4), (24, 12, 8, 4)], ids=str)
 def test_loaders_of_different_batch_sizes_and_lengths_are_split_alike(
@@ -228,6 +230,7 @@ def test_a_shorter_loader_may_be_cycled(setting: str) -> None:
     _check("_cycle", (24, 8, 4, 4), setting)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("setting", ["whole", "ranks"])
 @pytest.mark.parametrize("sizes", [_EVEN, (10, 7, 4, 3)], ids=["even", "ragged"])
 @pytest.mark.parametrize("program", ["_nested", "_nested_after", "_alternating"])

@@ -74,6 +74,7 @@ def _trained(attention: str) -> tuple[dict[int, float], list[torch.Tensor]]:
     return merged, [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_losses_of_tokens_and_updates_are_those_of_the_examples_alone(attention: str, world_size: int) -> None:
@@ -193,6 +194,7 @@ def _trainer(folder: str, until: int | None) -> list[torch.Tensor]:
     return [p.detach().clone() for p in trainer.model.parameters()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_sizes", [(3, 1), (2, 2)])
 def test_a_trainers_packed_run_is_that_of_the_examples_and_resumes_in_mid_epoch(
     world_sizes: tuple[int, int], tmp_path: Path

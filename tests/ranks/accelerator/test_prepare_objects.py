@@ -82,6 +82,7 @@ def _make_late(engine: str, looks: str) -> list[torch.Tensor]:
     return weights_of(accelerator, model)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("looks", ["forward", "backward", "no_grad"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_optimizer_that_is_made_after_a_forward_pass_trains(layout: tuple[int, str], looks: str) -> None:
@@ -121,6 +122,7 @@ def _cast_after_prepare(engine: str, after: int) -> list[torch.Tensor]:
     return weights_of(accelerator, model)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_may_be_cast_after_prepare(layout: tuple[int, str], after: int) -> None:

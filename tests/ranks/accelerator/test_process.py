@@ -218,6 +218,7 @@ def _two_together(own_first: bool, joins: bool) -> tuple[int, float]:
     return steps, accelerator.unwrap_model(model).weight.item()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("own_first", [False, True])
 def test_a_rank_without_a_batch_from_one_of_two_loaders_gets_an_error(own_first: bool) -> None:
     (text, *_) = errors_on_ranks(DesyncError, _two_together, own_first, False, timeout=15)

@@ -64,6 +64,7 @@ def test_the_reference_numbers_are_those_of_a_plain_loop(name: str) -> None:
     assert trace(None, name) == pytest.approx(PLAIN[name], abs=1e-8)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_learning_rates_match_accelerate_or_the_plain_loop(world_size: int) -> None:
     for rates in run_on_ranks(_traces, True, world_size=world_size):

@@ -84,6 +84,7 @@ def _train(mode: str | None, engine: str | None, parity: str, steps: int, nan: b
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("world_size", "engine", "parity", "steps", "nan"),
     [

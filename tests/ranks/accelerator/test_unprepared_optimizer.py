@@ -81,6 +81,7 @@ def _never_prepared(engine: str, form: str) -> tuple[list[torch.Tensor] | None, 
     return _weights(accelerator, model), _ours(caught)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", ["made after prepare", "the one that was given", "the one inside"])
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
 def test_gradients_are_averaged_first_and_the_line_is_named_once(engine: str, form: str) -> None:

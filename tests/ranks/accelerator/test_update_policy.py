@@ -42,11 +42,13 @@ def _cases(program: Program, parity: str) -> list[Case]:
     return [Case(program=program, layout=layout) for layout in layouts]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("parity", ["off", "exact"])
 def test_an_fp16_update_that_the_loop_skips_leaves_the_next_gradients_scaled(parity: str) -> None:
     require_plain([case for program in _SKIPPING for case in _cases(program, parity)])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("parity", ["off", "exact"])
 def test_fp16_gradients_may_be_clipped_in_each_micro_step(parity: str) -> None:
     require_plain(_cases(replace(_WINDOWS, fp16=True, reads=True), parity))
@@ -118,6 +120,7 @@ def _step_twice(engine: str) -> list[torch.Tensor]:
     return weights_of(accelerator, model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_fp16_steps_with_the_same_gradients_are_equal(layout: tuple[int, str]) -> None:
     model = _model()
@@ -144,6 +147,7 @@ def _find_infinity(engine: str) -> list[torch.Tensor]:
     return weights_of(accelerator, model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_infinite_update_that_the_loop_itself_skips_lowers_the_loss_scale(layout: tuple[int, str]) -> None:
     model = _model()
@@ -166,6 +170,7 @@ def _keep_one_optimizer_waiting(engine: str) -> list[torch.Tensor]:
     return weights_of(accelerator, second)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fp16_gradients_of_an_optimizer_that_waits_keep_their_size(layout: tuple[int, str]) -> None:
     model = _model(1)

@@ -138,6 +138,7 @@ def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("program", "num_writers", "engine", "num_readers"),
     [
@@ -167,6 +168,7 @@ def test_what_torch_wrote_loads_on_any_layout(
             assert ["train_state" in text for text in others] == ([True] if program == "torchtitan" else [])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("program", _PROGRAMS)
 def test_it_is_converted_and_written_back_for_torch(program: str, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def _check(
             torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("num_micro_steps", [4, 6, 8])
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -185,6 +186,7 @@ _AHEAD = "several batches were fetched before the first of them is trained"
 _AFTER_LAST = "accumulate() was entered again after the last batch of a loader"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("layout", "loop", "arguments", "said"),
     [
@@ -215,6 +217,7 @@ def test_batches_that_cannot_be_assigned_to_their_updates_are_refused(
     assert said in _refused(layout, loop, *arguments)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("parity", ["exact", "bitwise"])
 @pytest.mark.parametrize("loop", [windows_fetched_ahead, windows_of_known_size, one_fetched_ahead, windows_of_copies])
 @pytest.mark.parametrize("layout", [(1, "single"), (2, "ddp"), (2, "fsdp2")])
@@ -226,6 +229,7 @@ def test_an_exact_update_of_micro_steps_that_were_fetched_ahead_is_refused(
         assert _AHEAD in text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loop", [looked_at_before, read_as_usual])
 @pytest.mark.parametrize("num_micro_steps", [1, 6])
 @pytest.mark.parametrize("layout", [(1, "single"), (2, "ddp"), (2, "fsdp2")])

@@ -176,6 +176,7 @@ def test_a_saved_pass_resumes_at_its_position(kind: str) -> None:
     assert set(both[0][1] + both[1][1]) == set(range(22))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "num_workers", "dispatch"),
     [("shuffle", 2, False), ("stream", 2, False), ("shuffle", 0, True), ("stream", 0, True)],
@@ -272,6 +273,7 @@ def _ends(kind: str, skip: int) -> list[Any]:
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", UNEVEN)
 def test_a_rank_detects_in_its_last_batch_that_other_ranks_have_more(kind: str) -> None:
     for skip in (0, 1):

@@ -109,6 +109,7 @@ def _read(parity: str, options: dict[str, Any]) -> list[Any]:
     return wrong
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("parity", "options"), [*(("off", options) for options in OPTIONS), ("exact", {})])
 def test_the_batches_are_those_of_the_subclass(parity: str, options: dict[str, Any], world_size: int) -> None:

@@ -136,6 +136,7 @@ def _skipped(num_workers: int, stateful: bool) -> Any:
     return whole[2:], steps(other)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("num_workers", "stateful"), [(0, False), (2, False), (0, True), (2, True)])
 def test_the_sizes_belong_to_the_same_steps_after_skipping_and_resuming(num_workers: int, stateful: bool) -> None:
     for whole, again in run_on_ranks(_skipped, num_workers, stateful):

@@ -82,6 +82,7 @@ def _resume(folder: str, parity: str, kind: str, sets_epoch: bool) -> list[list[
     return read
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sets_epoch", [False, True])
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("parity", ["off", "exact", "bitwise"])

@@ -106,6 +106,7 @@ def _apart(folder: Path, engine: str, alone: str, others: str) -> tuple[str, flo
         return text, seconds, job.line_of(alone), job.line_of(others)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("engine", "alone", "others", "world_size"),
     [

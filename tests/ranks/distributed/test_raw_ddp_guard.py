@@ -341,6 +341,7 @@ def _heard(name: str, options: dict[str, Any], hook: Any = None) -> list[str]:
     return [str(one.message) for one in caught if "not averaged across ranks" in str(one.message)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [one.__name__ for one in CORRECT])
 def test_a_correct_loop_does_not_warn(name: str) -> None:
     assert run_on_ranks(_heard, name, {}, init_group=False) == [[], []]

@@ -102,6 +102,7 @@ _FAULTS = {
 
 
 # Under zero1 a step is a collective, so no rank can miss one.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("fault", "engine"), [(f, e) for f in _FAULTS for e in ("ddp", "zero1") if (f, e) != ("missed step", "zero1")]
 )
@@ -182,6 +183,7 @@ def _run_without_fault(options: dict[str, Any], form: str, folder: str) -> list[
     return [text for text in messages.texts if _DRIFT in text]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "form"),
     [

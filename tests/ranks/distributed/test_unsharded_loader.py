@@ -77,6 +77,7 @@ def _train(name: str) -> list[tuple[str, str, int]]:
     return [(str(one.message), one.filename, one.lineno) for one in caught]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LOADERS)
 def test_an_unsharded_loader_is_reported_at_its_line(name: str) -> None:
     said = [one for rank in run_on_ranks(_train, name, init_group=False) for one in rank]  # the last rank reports

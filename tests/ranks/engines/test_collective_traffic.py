@@ -71,6 +71,7 @@ def _formula(stage: int, replicas: int) -> Counted:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("stage", "replicas"), [(3, 1), (2, 1), (3, 4), (2, 16)])
 def test_fsdp2_starts_the_collectives_of_its_formula(stage: int, replicas: int) -> None:
     (found,) = run_on_ranks(_update, stage, replicas, False, world_size=1, init_group=False)
@@ -187,6 +188,7 @@ def _local_bytes(num_layers: int) -> int:
     return total
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_tensor_parallel_starts_the_collectives_of_its_formula(num_layers: int) -> None:
     (found,) = run_on_ranks(_split_layers, num_layers, world_size=1, init_group=False)

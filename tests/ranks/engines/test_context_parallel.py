@@ -80,6 +80,7 @@ def _all_cut(kind: str, dtype: torch.dtype, num_kv: int) -> dict[tuple[str, bool
     return {(mask, causal): _cut(kind, mask, causal, dtype, num_kv) for mask in _MASKS for causal in (True, False)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("dtype", "bound"),
     # float64: sums in another order. The others are a few units of the last place of outputs and gradients of about 3.

@@ -251,6 +251,7 @@ def _mistake(kind: str) -> None:
             F.scaled_dot_product_attention(q, q, q)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "error", "texts"),
     [

@@ -93,6 +93,7 @@ def loops() -> list[dict[str, tuple[bool, list[torch.Tensor], list[torch.Tensor]
     return run_on_ranks(_both, world_size=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LOOPS)
 def test_gradients_and_weights_are_those_of_ddp_by_hand(name: str, loops: Any) -> None:
     for rank in range(2):

@@ -81,6 +81,7 @@ def _changed(engine: str, form: str, options: dict[str, Any]) -> dict[str, torch
     return _train_changing(Accelerator(engine=engine, kwargs_handlers=handlers), form, _model())
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("engine", "options"),
     [
@@ -152,6 +153,7 @@ def _rebuilt(engine: str, form: str, parity: str) -> tuple[dict[str, torch.Tenso
     return accelerator.get_state_dict(model), said
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("parity", ["off", "exact", "bitwise"])
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp2"])
 @pytest.mark.parametrize("form", ["replaced", "added"])
@@ -262,6 +264,7 @@ def _plain_passes() -> dict[str, torch.Tensor]:
     ).state
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(
     "form",

@@ -75,6 +75,7 @@ def _backward(accelerator: Accelerator, loss: torch.Tensor, native: bool) -> Non
 
 
 # The two ways of calling backward take turns.
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("native", "engine", "form"),
     [

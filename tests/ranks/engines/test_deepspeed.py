@@ -165,6 +165,7 @@ def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None
     return accelerator.get_state_dict(model), output
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("stage", "offload"), LAYOUTS)
 def test_common_loop_variants_match_the_reference(stage: int, offload: str) -> None:
     plain = _plain()
@@ -215,6 +216,7 @@ def _continued(stage: int, offload: str, precision: str, folder: Path) -> list[b
     return equal
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "offload", "precision"),
     [
@@ -400,6 +402,7 @@ def _other_parameters(stage: int, form: str) -> dict[str, torch.Tensor] | None:
     return accelerator.get_state_dict(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stage", "form"), [(1, "unfrozen"), (2, "frozen"), (3, "unfrozen"), (0, "added"), (3, "added")]
 )

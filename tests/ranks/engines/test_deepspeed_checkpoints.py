@@ -98,6 +98,7 @@ def _num_trained() -> int:
     return 1
 
 
+@pytest.mark.slow
 def test_ranks_with_different_earlier_groups_train_together() -> None:
     run_on_ranks(_num_trained, world_size=1, timeout=180)
     assert run_on_ranks(_num_trained, world_size=2, timeout=180) == [1, 1]

@@ -204,6 +204,7 @@ def _use_layers_in_orders(stage: int, orders: list[str]) -> Any:
     return said, state
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_that_use_layers_in_different_orders_are_averaged_or_refused(stage: int) -> None:
     expected = _plain_loop([[_batches()[0]]] * [2, 2, 1, 0][stage])  # the updates that are not refused
@@ -240,12 +241,14 @@ def _require_plain_loop(found: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(dict(found), expected, rtol=1e-5, atol=1e-6)  # float32, updates of about 0.05
 
 
+@pytest.mark.slow
 def test_what_stage_3_left_in_the_process_of_one_rank_ends_with_its_group() -> None:
     shut_down()  # no rank has used stage 3
     run_on_ranks(_train_alike, 3, world_size=1)  # in the process of rank zero
     _require_plain_loop(run_on_ranks(_train_alike, 2, world_size=2)[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("setting", ["overlap_comm", "round_robin_gradients", "parameter_alignment"])
 @pytest.mark.parametrize("stage", [1, 2])
@@ -264,6 +267,7 @@ def _step_without_clipping(stage: int, config: dict[str, float]) -> float:
     return float(accelerator.get_state_dict(model)["weight"][0, 0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "config", [{}, {"gradient_clipping": 0.0}, {"gradient_clipping": 1e3}], ids=["absent", "0", "1e3"]
 )
@@ -335,6 +339,7 @@ def _train_groups(stage: int, place: int) -> tuple[list[str], list[torch.Tensor]
     return texts, [Branches().state_dict()[f"layers.{n}.bias"] - state[f"layers.{n}.bias"] for n in "ab"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_schedules_go_on_beside_a_parameter_group_without_parameters(stage: int, place: int) -> None:
@@ -379,6 +384,7 @@ def _train_two_losses(stage: int, counts: bool) -> dict[str, torch.Tensor] | Non
     return accelerator.get_state_dict(model)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)

@@ -72,6 +72,7 @@ def _expected(name: str, parts: int, part: int, width: int) -> tuple[int, int, i
     return own, own, 2 * own
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("width", [64, 7])  # one size that four ranks divide, and one that they do not
 @pytest.mark.parametrize(("name", "world_size"), RUNS)
 def test_each_rank_holds_its_expected_share_of_memory(name: str, world_size: int, width: int) -> None:

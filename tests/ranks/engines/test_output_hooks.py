@@ -170,6 +170,7 @@ def _transformers(kind: str, precision: str, engine: str) -> tuple[list[float], 
     return losses, type(outputs).__name__, ", ".join(outputs), has_cache
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_transformers_models_train_in_every_precision(kind: str, precision: str) -> None:

@@ -279,6 +279,7 @@ def _styles(layout: str) -> _Run:
     return _train(accelerator, model, optimizer, loader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp 2", pytest.param("shard 2 x tp 2", marks=pytest.mark.soak)])
 def test_other_styles_and_whole_parameters_between_split_layers_are_bit_identical(layout: str) -> None:
     (expected,) = run_on_ranks(_styles, "1", world_size=1)
@@ -309,6 +310,7 @@ def _part(layout: str, folder: str, num_updates: int, *, last: int | None, resum
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -395,6 +397,7 @@ def _refused(kind: str) -> None:
     model(torch.zeros(1, 4, dtype=torch.long)).sum()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [

@@ -59,6 +59,7 @@ def _summed(num_leaves: int, kind: str, small: int) -> list[torch.Tensor | None]
         return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("kind", ["whole", "ragged"])
 def test_sums_are_bit_identical_on_any_number_of_ranks(kind: str, world_size: int) -> None:

@@ -121,6 +121,7 @@ def _compare(seed: int, max_world_size: int) -> None:
     assert sum(fullest.values()) == max(sum(held.values()) for held in found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", QUICK)
 def test_ranks_hold_the_planned_bytes(seed: int) -> None:
     _compare(seed, 2)

@@ -78,6 +78,7 @@ def _trained(folder: str, engine: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("engine", "world_size"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("zero1", 3)])
 def test_updates_are_those_of_whole_logits(engine: str, world_size: int, tmp_path: Path) -> None:
     model = _llama(tied=engine == "ddp")

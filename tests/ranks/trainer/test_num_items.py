@@ -67,6 +67,7 @@ def _expected(kind: str, n: int, *, num_together: int) -> float:
     return total / counted
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", list(_KINDS))
 @pytest.mark.parametrize(
     ("world_size", "n", "options"),
@@ -131,6 +132,7 @@ def test_with_generation_the_loss_is_the_mean_of_each_batch(
         assert loss == pytest.approx(expected, rel=1e-12)  # float64, sums in another order
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", list(_KINDS))
 def test_an_exact_evaluation_is_the_mean_over_all_labels_on_any_number_of_ranks(tmp_path: Any, kind: str) -> None:
     expected = _expected(kind, 21, num_together=21)

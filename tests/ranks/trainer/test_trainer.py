@@ -84,6 +84,7 @@ def _evaluate(folder: str, n: int, batch_size: int) -> tuple[dict[str, float], A
     return metrics, output.predictions, output.label_ids
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("n", "batch_size"), [(1, 4), (3, 4), (4, 4), (5, 4), (7, 2), (9, 4), (13, 4), (16, 4), (17, 4)]
 )
@@ -110,6 +111,7 @@ def _evaluate_pairs(folder: str, n: int, batch_size: int, **options: Any) -> flo
     return Trainer(Net(), args, data_collator=pairs, eval_dataset=net_data(n)).evaluate()["eval_loss"]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("n", "batch_size", "options"),
     [

@@ -200,6 +200,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kind", "world_size", "micro_steps", "settings"), CASES)
 def test_what_is_recorded_is_what_plain_pytorch_computes(
     kind: str, world_size: int, micro_steps: int, settings: dict[str, Any], tmp_path: Path
@@ -257,6 +258,7 @@ def _save_and_load(folder: str, engine: str) -> None:
                     accelerator.save_state(f"{folder}/checkpoint")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["zero1", "fsdp2"])
 def test_the_state_that_is_saved_is_the_state_that_is_loaded(engine: str, tmp_path: Path) -> None:
     run_on_ranks(_save_and_load, str(tmp_path), engine)

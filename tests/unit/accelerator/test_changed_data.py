@@ -103,6 +103,7 @@ def test_a_loaded_position_is_checked_before_reading_continues(tmp_path: Path) -
     assert is_within_training_pass(again.loaders[0].order_state())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("num_now", [64, 16])
@@ -383,6 +384,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("num_now", [60, 20])
 def test_a_trainer_with_data_of_another_length_is_rejected_in_mid_epoch(

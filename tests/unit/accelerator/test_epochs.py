@@ -215,6 +215,7 @@ def test_a_pass_abandoned_in_an_earlier_epoch_is_finished(parity: str, tmp_path:
     assert make(stops=True) + make(stops=False) == whole
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("parity", ["off", "exact"])
 @pytest.mark.parametrize("stop", range(1, 10))
 def test_two_training_loaders_one_after_the_other_are_each_read_once(parity: str, stop: int, tmp_path: Path) -> None:

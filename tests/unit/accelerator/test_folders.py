@@ -45,6 +45,7 @@ def _listed(folder: Path) -> list[str]:
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("what", ["project_dir", "checkpoints", "a checkpoint"])
 def test_a_run_behind_a_link_resumes(what: str, layout: str, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def _flags(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     return optimizer.param_groups[0].get("foreach"), optimizer.param_groups[0].get("fused")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MAKERS)
 def test_safe_is_bit_equal_to_the_plain_loop_and_so_is_its_state(name: str, dtype: torch.dtype) -> None:

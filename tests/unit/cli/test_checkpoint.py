@@ -264,6 +264,7 @@ def test_every_command_shows_one_size_and_show_uses_words(echelon: Echelon, save
     assert not re.search("written_by|world_size|_seen|micro_step|None,", texts[1])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("argv", "code"),
     [
@@ -314,6 +315,7 @@ def _train_to_the_middle_of_epoch_1(level: str, parity: str, folder: str) -> Non
                 return
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("parity", ["off", "exact"])
 @pytest.mark.parametrize("level", ["accelerator", "trainer"])
 def test_show_tells_the_position_in_the_epoch(

@@ -38,6 +38,7 @@ def _launch(*argv: str) -> int:
     return _run(["launch", "--cpu", "--num_processes", "2", *argv])
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_refused_with_the_verdict(
     script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

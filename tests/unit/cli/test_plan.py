@@ -80,6 +80,7 @@ def test_a_model_that_does_not_fit_exits_with_1_and_names_what_to_do(
     assert "no single change makes it fit" in out  # the CUDA context alone is larger
 
 
+@pytest.mark.slow
 def test_a_number_is_explained_by_its_formula(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(_plan(config, "--device", "H100", "--explain", "optimizer")) == 0
     assert "optimizer state" in capsys.readouterr().out
@@ -177,6 +178,7 @@ def test_what_is_asked_replaces_what_the_script_has_chosen() -> None:
     assert step.layout(8, stage=3, sizes={"tp": 4}).dp_shard == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("arguments", "share"), [("split_batches=True", 4), ("parity='exact'", 4), ("", 16)])
 def test_a_batch_that_the_ranks_share_is_divided(
     arguments: str, share: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -190,6 +190,7 @@ def test_gpus_are_flags_of_the_launcher(run: Any, tmp_path: Path, gpus: str, fla
     assert argv[argv.index(flags[0]) :][:2] == flags
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_ranks(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleep = time.sleep
 

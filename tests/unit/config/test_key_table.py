@@ -124,6 +124,7 @@ def test_the_table_has_every_field_once_and_each_says_what_it_means() -> None:
         assert not repeated or {name[1] for name in repeated} == {"use_cpu"}
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.field)
 def test_of_two_sources_the_stronger_wins_and_both_are_named(key: Key, tmp_path: Path) -> None:
     values = two_values(key)
@@ -155,6 +156,7 @@ def test_of_two_sources_the_stronger_wins_and_both_are_named(key: Key, tmp_path:
                 resolve(RunConfig, layers, strict=True)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.field)
 def test_a_setting_arrives_on_a_rank_with_its_origin(key: Key, tmp_path: Path) -> None:
     value = two_values(key)[0]

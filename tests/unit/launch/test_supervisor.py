@@ -225,6 +225,7 @@ NUM_STEPS = 1_000
 KINDS = ("stop", "deadlock", "loop", "native deadlock", "native loop")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 500), marks=pytest.mark.soak)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)

@@ -198,6 +198,7 @@ def _short_and_whole(model: nn.Module, settings: StepSettings, monkeypatch: pyte
     return short, trace_step(model, optimizer, net_loss, batch, settings)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mode", ["full", "offload", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "selective"))]
 )
@@ -216,6 +217,7 @@ def test_repeated_blocks_take_the_memory_of_traced_ones(mode: str, monkeypatch: 
         assert max(one.offloaded for one in trace.moments) == 10 * 8 * 50 * 32 * 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("odd", ["setting", "loop"])
 def test_blocks_that_differ_are_all_traced(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (_, trace), (_, whole) = _short_and_whole(Deep(odd=odd), StepSettings(8), monkeypatch)

@@ -152,6 +152,7 @@ def _require_close(found: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
         )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_a_resumed_training_matches_the_plain_loop(tmp_path: Path, kind: str, layout: str) -> None:
@@ -162,6 +163,7 @@ def test_a_resumed_training_matches_the_plain_loop(tmp_path: Path, kind: str, la
     _require_close(again.model, _train_plainly(build()))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_the_best_model_is_loaded_whole(tmp_path: Path, kind: str) -> None:
     model = BUILDERS[kind]()

@@ -58,6 +58,7 @@ def _state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("kind", [Trainer, _OwnSave])
 @pytest.mark.parametrize("form", ["echelon", "transformers"])

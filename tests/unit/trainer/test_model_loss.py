@@ -68,6 +68,7 @@ def _plain(precision: str) -> tuple[dict[str, torch.Tensor], float, np.ndarray[A
     return dict(model.state_dict()), float(F.cross_entropy(logits, labels)), logits.numpy()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("kind", _OF_TWO)
 def test_models_train_and_evaluate_whatever_they_return(kind: str, precision: str, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def _plain_loop() -> PlainTraining:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
 def test_a_training_that_is_stopped_anywhere_goes_on_bit_for_bit(
@@ -379,6 +380,7 @@ def _train_by_value(folder: Path, values: list[float], *, resume: Any = None, **
     return trainer
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize(
     ("limit", "kept"), [(None, {2, 4, 5, 8}), (1, {2, 4, 5, 8}), (6, {2, 4, 5, 6, 7, 8})], ids=["", "1", "6"]
@@ -641,6 +643,7 @@ class Endless(IterableDataset[dict[str, torch.Tensor]]):
         return ({"x": torch.tensor([i + 100.0 * self.epoch])} for i in range(10))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:.*batches of iterable data were read again")
 @pytest.mark.parametrize("end", [3, 4, 7])  # within the first pass, within the second, after the third
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -111,6 +111,7 @@ def test_a_save_that_fails_is_no_best_checkpoint(tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{i}" for i in (1, 3, 4)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["echelon", "transformers"])
 def test_a_process_killed_during_a_save_leaves_the_checkpoint_before(layout: str, tmp_path: Path) -> None:
     for at in (1, 3, 6):  # operations of the storage after the first checkpoint

@@ -123,6 +123,7 @@ OFTEN = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(one, marks=() if one.name in OFTEN else pytest.mark.soak) for one in FAULTS],
@@ -502,6 +503,7 @@ def test_a_run_that_hangs_because_a_rank_is_in_evaluation_mode() -> None:
     assert verdict.finding.cause == "not in training mode"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("count", range(0, 120, 7))
 def test_a_failed_run_without_a_fault_raises_no_alarm(count: int) -> None:
     """A rank may end anywhere: ``count`` events before the other's end."""
