@@ -57,6 +57,7 @@ FILES = {
     "throughput": "unit/trainer/test_throughput.py",
     "memory_snapshot": "unit/trainer/test_memory_snapshot.py",
     "ranks_spikes": "ranks/trainer/test_spike_guard.py",
+    "memory_plan": "ranks/trainer/test_memory_plan.py",
     "ranks_sharded": "ranks/distributed/test_already_sharded.py",
     "ranks_verify": "ranks/accelerator/test_live_check.py",
     "speed": "unit/accelerator/test_speed.py",

@@ -1,4 +1,4 @@
-"""``Accelerator.plan``, and what an Accelerator's settings mean for ``plan/``: the engine, the mesh, and how batches are divided."""
+"""``Accelerator.plan``, the plan of a Trainer, and what an Accelerator's settings mean for ``plan/``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from echelon.accelerator.models.save_objects import unwrap_model
+from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.session import Session
 from echelon.accelerator.tracking import record_hyperparameters
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
-from echelon.base.errors import UsageError
+from echelon.base.device import total_memory
+from echelon.base.errors import ConfigError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.base.sharded import is_dtensor
+from echelon.distributed.control import raise_on_all_ranks
 from echelon.engines.registry import default_engine
-from echelon.plan.capture import capture_step
+from echelon.plan.capture import capture_step, has_no_memory
 from echelon.plan.devices import build_cluster
+from echelon.plan.facts import Cluster
 from echelon.plan.layouts import plan_layout
 from echelon.plan.sizes import parse_size
 from echelon.plan.sources import PlannedStep, StepChoices, captured_step
-from echelon.plan.verdict import JudgedLayout, PlanVerdict, Traces, layout_name, search
-from echelon.plan.verdict_text import to_lines
+from echelon.plan.verdict import JudgedLayout, PlanVerdict, Reserve, Traces, judge, layout_name, search
+from echelon.plan.verdict_text import to_lines, to_short_lines, verdict_text
 
 
 def plan_step(
@@ -50,7 +54,7 @@ def plan_step(
         gpus=gpus or own[0],
         nodes=nodes or own[1],
         device=device,
-        gpu_memory=_bytes(gpu_memory),
+        gpu_memory=_bytes(gpu_memory, where="Accelerator.plan(gpu_memory=)"),
         interconnect=interconnect,
         where="Accelerator.plan(gpu_memory=)",
         example=_("pass device='H100' or another name, or gpu_memory='80GB'"),
@@ -61,8 +65,87 @@ def plan_step(
     found = search(Traces(step.source), step.layout(total), cluster, plan_layout)
     if (cluster.gpus_per_node, cluster.nodes) == own:
         record_plan(found.asked)
-    script = shlex.join(sys.argv) if Path(sys.argv[0]).suffix == ".py" else "train.py"  # such as in a notebook
-    return replace(found, text="\n".join(to_lines(step.title, found, script=script)))
+    return replace(found, text="\n".join(to_lines(step.title, found, script=_script())))
+
+
+def plan_run(
+    session: Session,
+    model: nn.Module,
+    optimizer: Any,
+    make_batch: Callable[[], Any],
+    compute_loss: Callable[[nn.Module, Any], torch.Tensor],
+    *,
+    accumulation: int,
+) -> None:
+    """Print the plan of this run's own step on rank zero, before it is prepared.
+
+    The memory is the setting ``gpu_memory``, or that of the device; on a CPU without this setting, nothing is refused.
+
+    Args:
+        make_batch: returns one batch of the loader.
+        compute_loss: returns the loss of a model for a batch.
+        accumulation: batches of a step.
+
+    Collective: call on every rank.
+
+    Raises:
+        ConfigError: the step does not fit.
+    """
+    if has_no_memory(model):  # a script that ``echelon plan`` runs
+        return
+    with raise_on_all_ranks("plan=True"):
+        if session.world.is_rank_zero:
+            states = current_random_states(session.world.device.type)
+            try:
+                batch = make_batch()
+            finally:
+                restore_random_states(states)
+            _plan_run(session, model, optimizer, batch, compute_loss, accumulation)
+
+
+def _plan_run(
+    session: Session,
+    model: nn.Module,
+    optimizer: Any,
+    batch: Any,
+    compute_loss: Callable[[nn.Module, Any], torch.Tensor],
+    accumulation: int,
+) -> None:
+    world, given = session.world, session.config.value.gpu_memory
+    memory = _bytes(given, where=str(session.config.origins["gpu_memory"]))
+    if memory is None and world.device.type != "cpu":
+        memory = total_memory()
+    cluster = Cluster(
+        gpus_per_node=world.local_world_size,
+        nodes=max(1, world.world_size // world.local_world_size),
+        gpu_memory=sys.maxsize if memory is None else memory,
+    )
+    choices = step_choices(session, world_size=world.world_size, local_world_size=world.local_world_size)
+    step = step_of_objects(
+        session,
+        model,
+        optimizer,
+        batch,
+        compute_loss,
+        choices,
+        world_size=world.world_size,
+        accumulation=accumulation,
+        where="TrainingArguments.plan",
+    )
+    traces, layout, reserve = Traces(step.source), step.layout(world.world_size), Reserve()
+    judged = judge(traces, layout, cluster, plan_layout, reserve)
+    record_plan(judged)
+    if judged.fits or memory is None:
+        lines = to_short_lines(step.title, judged, None if memory is None else cluster, reserve)
+    else:
+        lines = to_lines(step.title, search(traces, layout, cluster, plan_layout), script=_script())
+    print("\n".join(lines), flush=True)
+    if memory is not None and not judged.fits:
+        raise ConfigError(
+            verdict_text(judged, cluster),
+            where="TrainingArguments.plan",
+            do=_("make one of the changes that the plan lists, or remove plan=True to try it"),
+        )
 
 
 def step_of_objects(
@@ -75,6 +158,7 @@ def step_of_objects(
     *,
     world_size: int,
     accumulation: int | None = None,
+    where: str = "Accelerator.plan",
 ) -> PlannedStep:
     """Return the step of these objects on ``world_size`` ranks with the session's settings.
 
@@ -86,6 +170,7 @@ def step_of_objects(
         choices: what ``step_choices`` returned.
         world_size: number of ranks.
         accumulation: micro-batches of a step. None: the session's.
+        where: what asks, for an error.
 
     Raises:
         UsageError: the model or the optimizer is sharded, or is none of torch's.
@@ -99,14 +184,14 @@ def step_of_objects(
                 "the engine {name} has sharded the model or the optimizer, and a plan is for whole ones",
                 name=capabilities.name,
             ),
-            where="Accelerator.plan",
+            where=where,
             do=_("call plan() before prepare()"),
         )
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     if not isinstance(inner, Optimizer):
         raise UsageError(
             _("a plan needs a torch optimizer, not a {kind}", kind=type(inner).__name__),
-            where="Accelerator.plan",
+            where=where,
             do=_("pass an optimizer such as torch.optim.AdamW(model.parameters())"),
         )
     value, plugin = session.config.value, session.fsdp_plugin
@@ -132,13 +217,18 @@ def record_plan(judged: JudgedLayout) -> None:
         record_hyperparameters("training", {"plan": {"layout": layout_name(plan.layout), "peak_bytes": plan.peak}})
 
 
-def _bytes(size: int | str | None) -> int | None:
+def _script() -> str:
+    """Return the words that start this program, or a name in their place, such as in a notebook."""
+    return shlex.join(sys.argv) if Path(sys.argv[0]).suffix == ".py" else "train.py"
+
+
+def _bytes(size: int | str | None, *, where: str) -> int | None:
     try:
         return parse_size(size) if isinstance(size, str) else size
     except ValueError as error:
         raise UsageError(
             _("{value!r} is not a size such as 80GB", value=size),
-            where="Accelerator.plan(gpu_memory=)",
+            where=where,
             do=_("pass a number of bytes, or a size such as '80GB'"),
         ) from error
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from echelon.base import environ
-from echelon.base.errors import UsageError
+from echelon.base.errors import EchelonError, UsageError
 from echelon.base.messages.translation import gettext as _
 from echelon.distributed.tree import leaves, map_tensors
 from echelon.engines.activation_checkpointing import checkpointing_mode, stop_checkpointing
@@ -102,6 +102,8 @@ class Capture:
             return trace_step(
                 self.module, self.optimizer, self.compute_loss, batch, settings, adapt=as_asked, **options
             )
+        except EchelonError:  # which says what a setting needs
+            raise
         except (RuntimeError, ValueError) as error:
             if settings.micro_batch == self.settings.micro_batch:
                 raise
@@ -166,6 +168,11 @@ def capture_step(
         compute_loss=compute_loss_of_copy,
         script=type(model).__name__,
     )
+
+
+def has_no_memory(model: nn.Module) -> bool:
+    """Return whether the parameters of ``model`` are those of a script that ``capture_script`` runs."""
+    return any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
 
 
 def _refuse_original(model: nn.Module, _args: Any) -> None:

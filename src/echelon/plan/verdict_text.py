@@ -41,19 +41,8 @@ _SHOWN = 12  # layouts in the table of the terminal
 
 def to_lines(title: str, verdict: PlanVerdict, *, script: str) -> Iterator[str]:
     """Yield the lines that the terminal shows, the verdict first."""
-    asked, best, cluster = verdict.asked, verdict.best, verdict.cluster
-    yield title
-    yield _("on {cluster}", cluster=cluster_text(cluster))
-    yield ""
-    yield verdict_text(asked, cluster)
-    if not asked.plan.refused:
-        yield "  " + _(
-            "counted: {peak} at the peak, in {phase}, at {line}",
-            peak=format_bytes(asked.plan.peak),
-            phase=_(asked.plan.peak_phase),
-            line=printable(asked.plan.peak_line) or "-",
-        )
-        yield "  " + reserve_text(asked, verdict.reserve)
+    asked, best = verdict.asked, verdict.best
+    yield from _verdict_lines(title, asked, verdict.cluster, verdict.reserve)
     yield ""
     yield from _best_lines(asked, best, script)
     yield from _change_lines(verdict, script)
@@ -70,6 +59,29 @@ def to_lines(title: str, verdict: PlanVerdict, *, script: str) -> Iterator[str]:
         yield from _cost_lines(shown)
     for note in dict.fromkeys((*verdict.notes, *shown.plan.notes)):
         yield _("note: {note}", note=printable(_(note)))
+
+
+def to_short_lines(title: str, asked: JudgedLayout, cluster: Cluster | None, reserve: Reserve) -> Iterator[str]:
+    """Yield what ``asked`` needs; without a ``cluster``, no verdict."""
+    yield from _verdict_lines(title, asked, cluster, reserve)
+    yield ""
+    yield from align_columns(_memory_rows(asked, None))
+
+
+def _verdict_lines(title: str, asked: JudgedLayout, cluster: Cluster | None, reserve: Reserve) -> Iterator[str]:
+    yield title
+    if cluster is not None:
+        yield _("on {cluster}", cluster=cluster_text(cluster))
+        yield ""
+    yield describe(asked) if cluster is None else verdict_text(asked, cluster)
+    if not asked.plan.refused:
+        yield "  " + _(
+            "counted: {peak} at the peak, in {phase}, at {line}",
+            peak=format_bytes(asked.plan.peak),
+            phase=_(asked.plan.peak_phase),
+            line=printable(asked.plan.peak_line) or "-",
+        )
+        yield "  " + reserve_text(asked, reserve)
 
 
 def verdict_text(asked: JudgedLayout, cluster: Cluster) -> str:

@@ -21,6 +21,7 @@ from echelon.accelerator.out_of_memory import log_out_of_memory
 from echelon.accelerator.packed_dataset import PackedDataset
 from echelon.accelerator.preemption import Preempted
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
+from echelon.accelerator.sequences import ChunkedLoss
 from echelon.accelerator.tracking import record_hyperparameters
 from echelon.accelerator.update.spike_guard import UpdatePosition
 from echelon.accelerator.update.step_timing import record_planned_steps
@@ -340,7 +341,7 @@ class TrainingRun:
     def prepare(self, max_steps: int, loader: Any) -> tuple[torch.nn.Module, Any]:
         """Implement ``Trainer._prepare_for_training``."""
         trainer, session = self._trainer, self._session
-        prepare_optimizer(trainer, session.optimizer, max_steps)
+        prepare_optimizer(trainer, session, loader, max_steps)
         session.average = new_average(trainer.args)
         if session.average is not None:
             trainer.accelerator.prepare(trainer.optimizer, session.average)

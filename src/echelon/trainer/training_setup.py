@@ -16,9 +16,10 @@ from echelon.base.messages.translation import gettext as _
 from echelon.base.warnings import warn
 from echelon.trainer.arguments.training_arguments import TrainingArguments, building_loader
 from echelon.trainer.checkpoint.adapters import has_adapters
+from echelon.trainer.features.memory_plan import plan_training
 from echelon.trainer.features.model_changes import prepare_pipeline, splits_layers
 from echelon.trainer.optim.optimizers import unwrapped
-from echelon.trainer.session import PreparedOptimizer
+from echelon.trainer.session import TrainerSession
 from echelon.trainer.trainer_methods import TrainerMethods
 
 
@@ -126,11 +127,12 @@ def new_average(args: TrainingArguments) -> EMA | SWA | None:
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def prepare_optimizer(trainer: TrainerMethods, prepared: PreparedOptimizer, max_steps: int) -> None:
+def prepare_optimizer(trainer: TrainerMethods, session: TrainerSession, loader: Any, max_steps: int) -> None:
     """Create the optimizer and the scheduler if they were not given, and prepare them with the model.
 
     Collective: call on every rank.
     """
+    prepared = session.optimizer
     trainer.optimizer = unwrapped(trainer.optimizer)
     if prepared.created_scheduler:
         trainer.lr_scheduler = None  # for another number of steps, or finished in an earlier run
@@ -138,6 +140,8 @@ def prepare_optimizer(trainer: TrainerMethods, prepared: PreparedOptimizer, max_
     trainer.create_optimizer_and_scheduler(max_steps)
     prepared.created_scheduler = not is_given
     accelerator, optimizer, scheduler = trainer.accelerator, trainer.optimizer, trainer.lr_scheduler
+    if trainer.args.plan and not prepared.is_prepared:
+        plan_training(trainer, session, loader)
     held = {id(p) for group in parameters_by_group(optimizer) for p in group}
     prepared.has_other_gradients = any(p.requires_grad and id(p) not in held for p in trainer.model.parameters())
     if splits_layers(trainer):

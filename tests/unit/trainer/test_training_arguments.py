@@ -53,6 +53,7 @@ OWN: dict[str, Any] = {
     "already_sharded": None,
     "allow_changed_data": False,
     "log_throughput": False,
+    "plan": False,
     "memory_snapshot": None,
     "pipeline_schedule": "1F1B",
     "pipeline_num_micro_batches": None,

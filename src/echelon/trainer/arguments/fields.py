@@ -260,6 +260,9 @@ class TrainingFields:
     )
     allow_changed_data: bool = extra(False, "Allow resuming mid-epoch after the dataset has changed.")
     log_throughput: bool = extra(False, "Log samples, steps and tokens per second and the MFU (where known).")
+    plan: bool = extra(
+        False, "Before training, print the predicted memory of a step, and stop if it does not fit (docs/plan.md)."
+    )
     memory_snapshot: str | None = extra(
         None, "Folder for torch's memory snapshot of each rank, written at the end of the training or after an error."
     )
