@@ -77,7 +77,6 @@ class Epochs(PassTracker[PreparedLoader]):
     # ---- PassTracker: events of the loaders --------------------------------------------------------------------------
 
     def begin_pass(self, loader: PreparedLoader) -> PassFacts:
-        """See ``PassTracker``."""
         trains = torch.is_grad_enabled() and (
             not self._objects.models or any(model.training for model in self._objects.models)
         )
@@ -123,7 +122,6 @@ class Epochs(PassTracker[PreparedLoader]):
         self._preemption.stop_if_requested(is_new_step=is_new_step, is_whole=is_whole)
 
     def end_pass(self, loader: PreparedLoader) -> None:
-        """See ``PassTracker``."""
         state, fetched = self._state, loader.fetched
         if self._is_exact or state.sync_gradients or not fetched.reuses or fetched.waits:
             return
@@ -139,7 +137,6 @@ class Epochs(PassTracker[PreparedLoader]):
             )
 
     def unfinished_update(self, loader: PreparedLoader) -> dict[str, Any] | None:
-        """See ``PassTracker``."""
         update = self._partial_update()
         return None if update is None else update.records.get(id(loader.source))
 

@@ -98,7 +98,9 @@ def _warn_of_unprepared_model(call: str, *, num_processes: int, averaged: frozen
     models = [(name, value) for name, value in _variables_of_script(place) if isinstance(value, nn.Module)]
     if any(map(_averages_gradients, (model for _, model in models))):
         return
-    trained = [name for name, model in models if any(_is_trained_alone(p, averaged) for p in model.parameters())]
+    trained = [
+        name for name, model in models if any(p.requires_grad and id(p) not in averaged for p in model.parameters())
+    ]
     if trained:
         warn(
             _(
@@ -110,10 +112,6 @@ def _warn_of_unprepared_model(call: str, *, num_processes: int, averaged: frozen
                 trained=trained[0],
             )
         )
-
-
-def _is_trained_alone(parameter: nn.Parameter, averaged: frozenset[int]) -> bool:
-    return parameter.requires_grad and id(parameter) not in averaged
 
 
 def _averages_gradients(model: nn.Module) -> bool:

@@ -310,16 +310,13 @@ class EMA(WeightAverage):
         self.warmup = warmup
 
     def weight_of_update(self, num_updates: int) -> float:
-        """See ``WeightAverage.weight_of_update``."""
         decay = min(self.decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else self.decay
         return 1.0 - decay
 
     def is_due(self, num_steps: int) -> bool:
-        """See ``WeightAverage.is_due``."""
         return num_steps % self.every == 0
 
     def settings(self) -> dict[str, Any]:
-        """See ``WeightAverage.settings``."""
         return {"decay": self.decay, "every": self.every, "warmup": self.warmup}
 
 
@@ -344,15 +341,12 @@ class SWA(WeightAverage):
         self.start = start
 
     def weight_of_update(self, num_updates: int) -> float:
-        """See ``WeightAverage.weight_of_update``."""
         return 1.0 / (num_updates + 1)
 
     def is_due(self, num_steps: int) -> bool:
-        """See ``WeightAverage.is_due``."""
         return num_steps >= self.start and (num_steps - self.start) % self.every == 0
 
     def settings(self) -> dict[str, Any]:
-        """See ``WeightAverage.settings``."""
         return {"start": self.start, "every": self.every}
 
 

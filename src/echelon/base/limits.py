@@ -47,11 +47,7 @@ def group_folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
     Args:
         controller: name of the controller: ``cpu``, ``memory`` or ``pids``.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux
-        return
-    for line in lines:
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         number, controllers, group = line.split(":", 2)
         if number == "0":
             folder, version = root / "sys/fs/cgroup", 2
@@ -63,6 +59,14 @@ def group_folders(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
         # The limits of parent groups apply, too. In a container its own group may appear as the root.
         for name in (path, *path.parents):
             yield folder / str(name).lstrip("/"), version
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file in which the system describes itself; empty if there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # another system
+        return ""
 
 
 def _smallest(rooms: list[Room]) -> Room | None:

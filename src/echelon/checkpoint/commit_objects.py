@@ -14,7 +14,7 @@ from echelon.base.errors import CheckpointError
 from echelon.checkpoint import object_store
 from echelon.checkpoint.manifest import MANIFEST, is_inside
 from echelon.checkpoint.object_store import ObjectPath
-from echelon.checkpoint.tensor_file import BLOCK_BYTES, Checksum, FileFacts, sync_file
+from echelon.checkpoint.tensor_file import Checksum, FileFacts, sync_file
 
 _SMALL_BYTES = 8 << 20
 
@@ -71,26 +71,15 @@ class PendingObjects:
         progress: Callable[[int], None] = lambda _: None,
     ) -> FileFacts:
         """Upload a new file. Return once it is durable. ``num_bytes`` is its approximate size."""
-        checksum, size = Checksum(), 0
-
-        def blocks() -> Iterator[memoryview]:
-            nonlocal size
-            for content in contents:
-                data = memoryview(content)
-                for start in range(0, len(data), BLOCK_BYTES):
-                    block = data[start : start + BLOCK_BYTES]
-                    checksum.update(block)
-                    size += len(block)
-                    yield block
-                    progress(len(block))
-
+        checksum = Checksum()
+        blocks = checksum.blocks(contents, progress=progress)
         try:
             # One request, which can be repeated, if the file is small.
-            content = b"".join(blocks()) if num_bytes < _SMALL_BYTES else blocks()
+            content = b"".join(blocks) if num_bytes < _SMALL_BYTES else blocks
             object_store.write_object(self.path / name, content, num_bytes=num_bytes)
         finally:
             xxh3_128 = checksum.close()
-        return FileFacts(size, xxh3_128)
+        return FileFacts(checksum.num_bytes, xxh3_128)
 
     def sync_added(self, *, is_part: Callable[[str], bool]) -> dict[str, FileFacts]:
         """Upload the files that other code wrote to the local folder, and return their sizes and checksums.

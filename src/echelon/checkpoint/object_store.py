@@ -299,14 +299,9 @@ def is_checkpoint(path: ObjectPath) -> bool:
     return exists(place_of(path) / MANIFEST)
 
 
-def checkpoint_of(place: ObjectPath) -> ObjectPath:
-    """Return the checkpoint of which ``place`` holds a version."""
-    return place.parent if _VERSION.fullmatch(place.name) else place
-
-
 def remove(path: ObjectPath) -> None:
-    """Delete the checkpoint ``path``: first the manifests of all versions, the oldest one first."""
-    path = checkpoint_of(path)
+    """Delete the checkpoint ``path``, or the one of which it is a version: first the manifests, the oldest one first."""
+    path = path.parent if _VERSION.fullmatch(path.name) else path
     names = sorted(objects_in(path))
     if MANIFEST not in names:
         names = [name for name in names if _VERSION.fullmatch(name.partition("/")[0])]

@@ -184,22 +184,15 @@ def write_file(
     ``progress`` is called with the number of bytes written since the last call.
     """
     checksum = Checksum()
-    size = 0
     handle = storage.create(path)
     try:
-        for content in contents:
-            data = memoryview(content)
-            for start in range(0, len(data), BLOCK_BYTES):
-                block = data[start : start + BLOCK_BYTES]
-                checksum.update(block)
-                storage.write(handle, block)
-                progress(len(block))
-            size += len(data)
+        for block in checksum.blocks(contents, progress=progress):
+            storage.write(handle, block)
         storage.sync(handle)
     finally:
         xxh3_128 = checksum.close()  # first, because it ends the thread even if closing the file fails
         storage.close(handle)
-    return FileFacts(size, xxh3_128)
+    return FileFacts(checksum.num_bytes, xxh3_128)
 
 
 class Checksum:
@@ -209,9 +202,24 @@ class Checksum:
         self._hash = xxhash.xxh3_128()
         self._blocks: queue.Queue[memoryview | None] = queue.Queue(2)  # bounded, because blocks hold memory
         self._thread: threading.Thread | None = None
+        self.num_bytes = 0
+        """Length of the blocks so far."""
+
+    def blocks(
+        self, contents: Iterable[bytes | memoryview], *, progress: Callable[[int], None]
+    ) -> Iterator[memoryview]:
+        """Yield ``contents`` in blocks and add each; ``progress`` is called with its length once it has been written."""
+        for content in contents:
+            data = memoryview(content)
+            for start in range(0, len(data), BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                self.update(block)
+                yield block
+                progress(len(block))
 
     def update(self, block: memoryview) -> None:
         """Add ``block``, which must not change until ``close`` is called."""
+        self.num_bytes += len(block)
         if self._thread is None and len(block) == BLOCK_BYTES:
             self._start()
         if self._thread is None:

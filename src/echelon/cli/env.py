@@ -27,7 +27,7 @@ from echelon._version import __version__
 from echelon.base.cores import usable_cores
 from echelon.base.device import accelerators, nccl_version
 from echelon.base.errors import ConfigError, UsageError
-from echelon.base.limits import group_folders
+from echelon.base.limits import group_folders, text_of
 from echelon.base.messages.terminal import align_columns
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_, in_english
 from echelon.base.optional import install_command, is_available
@@ -40,6 +40,7 @@ from echelon.config.resolve import Resolved, resolve
 from echelon.config.schema import RunConfig, field_names, field_types
 from echelon.config.sources import from_environment
 from echelon.launch.environment import inherited
+from echelon.status.run_facts import installed_versions, processor_name
 from echelon.world.environment import detect
 from echelon.world.launch_variables import schedulers_and_notebooks
 
@@ -134,18 +135,13 @@ def _settings_of(config_file: str | None, *, with_addresses: bool) -> dict[str, 
 def versions() -> Facts:
     """Return the versions of Python, echelon, and the packages that echelon uses."""
     build = " ".join([platform.python_implementation(), *platform.python_build(), platform.python_compiler()])
-    found = {
+    return {
         "echelon": __version__,
         "python": f"{platform.python_version()} ({build})",
         N_("executable"): without_home(sys.executable)
         + (_(" (virtual environment)") if sys.prefix != sys.base_prefix else ""),
+        **installed_versions(_packages()),
     }
-    for name in _packages():
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _packages() -> Sequence[str]:
@@ -181,7 +177,7 @@ def system(root: Path = Path("/")) -> Facts:
     found = {N_("system"): _system_name(), N_("kernel"): f"{platform.release()} {platform.machine()}"}
     if any(libc := platform.libc_ver()):
         found["libc"] = " ".join(libc)
-    found["cpu"] = _cpu_model(root)
+    found["cpu"] = processor_name(root)
     found[N_("cores")] = _("{number}, {num_usable} usable", number=os.cpu_count(), num_usable=usable_cores(root))
     memory = _memory(root)
     if memory:
@@ -210,13 +206,8 @@ def _system_name() -> str:
         return f"{platform.system()} {platform.mac_ver()[0]}".strip()
 
 
-def _cpu_model(root: Path) -> str:
-    found = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
-
-
 def _memory(root: Path) -> str:
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE))
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", text_of(root / "proc/meminfo"), re.MULTILINE))
     sizes = [convert_bytes(int(found[name]) * 1024) for name in ("MemTotal", "MemAvailable") if name in found]
     return _("{size}, {free} available", size=sizes[0], free=sizes[1]) if len(sizes) == 2 else "".join(sizes)
 
@@ -224,7 +215,7 @@ def _memory(root: Path) -> str:
 def _group_limit(root: Path, name: str) -> str:
     """Return the lowest limit set by this process's control groups (cgroup v2 only), or an empty string if none is set."""
     folders = (folder for folder, version in group_folders("", root) if version == 2)
-    limits = [text for folder in folders if (text := _read(folder / name).strip()) and not text.startswith("max")]
+    limits = [text for folder in folders if (text := text_of(folder / name).strip()) and not text.startswith("max")]
     return min(limits, key=lambda text: int(text.split()[0]), default="")
 
 
@@ -235,13 +226,6 @@ def _open_files() -> str | None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _("{soft} (hard limit {hard})", soft=soft, hard=hard)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _devices() -> Facts:
@@ -281,11 +265,11 @@ def _interfaces(*, with_addresses: bool = False, root: Path = Path("/")) -> Fact
     found = {}
     for name, entries in psutil.net_if_addrs().items():
         folder = root / "sys/class/net" / name
-        number = _read(folder / "type").strip()
+        number = text_of(folder / "type").strip()
         words = [
             _KINDS.get(int(number), f"kind {number}") if number else "",
             *(word for word in ("wireless", "bridge", "bonding", "tun_flags") if (folder / word).exists()),
-            _read(folder / "operstate").strip(),
+            text_of(folder / "operstate").strip(),
         ]
         speed = _speed(folder)
         for entry in entries:
@@ -297,7 +281,7 @@ def _interfaces(*, with_addresses: bool = False, root: Path = Path("/")) -> Fact
 
 
 def _speed(folder: Path) -> str:
-    text = _read(folder / "speed").strip()  # Mbit/s; -1 or empty if unknown
+    text = text_of(folder / "speed").strip()  # Mbit/s; -1 or empty if unknown
     return f"{int(text) / 1000:g} Gbit/s" if text.isdigit() else ""
 
 

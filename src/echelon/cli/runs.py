@@ -207,8 +207,7 @@ def compare(folders: tuple[str, ...]) -> None:
         mark = " " if fact.is_equal else "*"
         name, values = _translated(fact)
         table.append((f" {mark} {name}", *values))
-    _print_table(table)
-    click.echo("\n" + _("* differs"))
+    click.echo("\n".join([*_table_lines(table), "", _("* differs")]))
 
 
 def _translated(fact: ComparedFact) -> tuple[str, tuple[str, ...]]:
@@ -232,11 +231,6 @@ def _text(value: object) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    for line in _table_lines(rows):
-        click.echo(line)
 
 
 def _table_lines(rows: Sequence[Sequence[str]]) -> list[str]:

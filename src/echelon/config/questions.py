@@ -40,7 +40,9 @@ def ask_settings() -> dict[str, Any]:
         _put(values, "mixed_precision", _("Which precision? (no, fp16, bf16, fp8)"), "no")
     if not values["cpu"] or values["num_processes"] != 1:  # a single process may offload parts to the CPU
         _put(values, "sharded_by", _("Shard the model across the processes? (none, fsdp, deepspeed)"), "none")
-        {"fsdp": _ask_fsdp, "deepspeed": _ask_deepspeed}.get(values["sharded_by"], _ask_nothing)(values)
+        ask_more = {"fsdp": _ask_fsdp, "deepspeed": _ask_deepspeed}.get(values["sharded_by"])
+        if ask_more is not None:
+            ask_more(values)
     _put(
         values,
         "gradient_accumulation_steps",
@@ -56,10 +58,6 @@ def ask_settings() -> dict[str, Any]:
 def ask_yes_no(question: str, *, default: bool) -> bool:
     """Ask a yes-no question."""
     return bool(_answer(question, "yes" if default else "no", (bool,), "the answer"))
-
-
-def _ask_nothing(values: dict[str, Any]) -> None:
-    pass
 
 
 def _ask_fsdp(values: dict[str, Any]) -> None:

@@ -48,7 +48,8 @@ def draw(snapshot: Snapshot, console: Console, *, height: int | None = None, hin
     """
     is_ascii = not console.encoding.startswith("utf")
     lines = [_line(text, style) for text, style in _head(snapshot, console.width, is_ascii=is_ascii)]
-    tail = [_line(text, "dim") for text in (*_tail(snapshot), hint) if text]
+    events = [_("event: {event}", event=event) for event in snapshot.events]
+    tail = [_line(text, "dim") for text in (*events, hint) if text]
     if height is not None and height < _LOW:
         lines, tail = lines[:2], []
     if height is None:
@@ -123,10 +124,6 @@ def _numbers(snapshot: Snapshot) -> str:
         else "",
     ]
     return ", ".join(filter(None, parts))
-
-
-def _tail(snapshot: Snapshot) -> list[str]:
-    return [_("event: {event}", event=event) for event in snapshot.events]
 
 
 def _table(rows: Sequence[RankRow], width: int, *, is_ascii: bool) -> list[Text]:

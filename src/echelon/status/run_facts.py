@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from typing import Any, final
 
 from echelon._version import __version__
 from echelon.base.cores import usable_cores
+from echelon.base.limits import text_of
 
 _PACKAGES = (
     "torch",
@@ -173,13 +175,22 @@ class GitQuery:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of Python, echelon, and the packages that affect a training run."""
-    found = {"python": platform.python_version(), "echelon": __version__}
-    for name in _PACKAGES:
-        try:
+    return {"python": platform.python_version(), "echelon": __version__, **installed_versions(_PACKAGES)}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those of ``packages`` that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """Return the name of the machine's processor."""
+    found = re.search(r"^model name\s*:\s*(.+)$", text_of(root / "proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def machine_facts(root: Path = Path("/")) -> Mapping[str, Any]:
@@ -188,12 +199,11 @@ def machine_facts(root: Path = Path("/")) -> Mapping[str, Any]:
     Args:
         root: root of the file system.
     """
-    cpu = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
     return MappingProxyType(
         {
             "host": socket.gethostname(),
             "system": f"{platform.system()} {platform.release()}",
-            "processor": cpu[1] if cpu else platform.processor() or platform.machine(),
+            "processor": processor_name(root),
             "num_cores": usable_cores(root),
             "memory_mb": _memory_mb(),
             "accelerators": _accelerators(root),
@@ -209,15 +219,8 @@ def _memory_mb() -> int:
 
 def _accelerators(root: Path) -> list[str]:
     """Return the names of NVIDIA's GPUs, from the driver's files: torch would initialize CUDA, and take seconds."""
-    texts = [_read(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
+    texts = [text_of(path) for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
     return [found[1] for text in texts if (found := re.search(r"^Model:\s*(.+)$", text, re.MULTILINE))]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def process_start_ns() -> int:

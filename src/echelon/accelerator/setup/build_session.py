@@ -56,7 +56,7 @@ from echelon.config.explain import overridden
 from echelon.config.library_variables import configure_transformers
 from echelon.config.origin import Origin, SettingSource
 from echelon.config.resolve import Resolved
-from echelon.config.schema import Precision, RunConfig
+from echelon.config.schema import RunConfig
 from echelon.config.sources import current, from_code
 from echelon.distributed.checks.coalescing import guard_coalescing
 from echelon.distributed.setup import setup
@@ -104,7 +104,8 @@ def build_session(
     world = build_world(settings, kinds[InitProcessGroupKwargs], deepspeed.engine)
     agree_on_settings()
     state = GradientState(accumulation or GradientAccumulationPlugin(num_steps=settings.gradient_accumulation_steps))
-    precision = _build_precision(settings.mixed_precision, world, kinds[AutocastKwargs])
+    autocast = kinds[AutocastKwargs].to_kwargs()
+    precision = PrecisionPolicy(mode=settings.mixed_precision, device_type=world.device.type, autocast_options=autocast)
     recipe = fp8_recipe(kinds.get(AORecipeKwargs), config, device=world.device)
     scaler = _build_scaler(precision, handlers, deepspeed)
     fsdp_plugin, sharding, layout = build_sharding(
@@ -130,7 +131,7 @@ def build_session(
     live_check = _build_live_check(
         built,
         config,
-        has_other_axes=_has_other_axes(layout),
+        has_other_axes=layout is not None and (bool(layout.non_dp_dim_names) or layout.ep_enabled),
         world=world,
         state=state,
         objects=objects,
@@ -170,10 +171,6 @@ def build_session(
         live_check=live_check,
         **given,
     )
-
-
-def _build_precision(mode: Precision, world: World, autocast: AutocastKwargs) -> PrecisionPolicy:
-    return PrecisionPolicy(mode=mode, device_type=world.device.type, autocast_options=autocast.to_kwargs())
 
 
 def _on_mesh(
@@ -221,10 +218,6 @@ def _parts_of(world: World, layout: ParallelismConfig | None) -> tuple[World, Wo
     if mesh.size(LOSS_AXES) == mesh.size(DATA_AXES):
         return data_world, data_world
     return data_world, world.along(mesh_along(mesh, LOSS_AXES, device_type=world.device.type))
-
-
-def _has_other_axes(layout: ParallelismConfig | None) -> bool:
-    return layout is not None and (bool(layout.non_dp_dim_names) or layout.ep_enabled)
 
 
 def _build_live_check(

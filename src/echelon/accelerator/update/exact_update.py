@@ -177,7 +177,6 @@ class ExactUpdate(PassDriver[PreparedLoader]):
         return PassPlan(num_micro_steps=max(self._state.num_steps, lockstep), trains=trains)
 
     def begin_pass(self, loader: PreparedLoader, plan: PassPlan) -> None:
-        """See ``PassDriver``."""
         if plan.trains:
             self.split.begin_pass()
             self._progress.epoch = loader.iteration
@@ -400,7 +399,6 @@ class ExactUpdate(PassDriver[PreparedLoader]):
         self.split.after_backward(ends_update=self._state.sync_gradients)
 
     def note_zero_grad(self, optimizer: Optimizer, *, clears: bool) -> None:
-        """See ``PassDriver``."""
         if clears:
             self._kept.clear()
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -460,27 +458,22 @@ class ExactUpdate(PassDriver[PreparedLoader]):
 
     @property
     def awaits_loss(self) -> bool:
-        """See ``PassDriver``."""
         return not self._is_counted and self.drives and self._progress.micro_step > 1
 
     @property
     def micro_step(self) -> int:
-        """See ``PassDriver``."""
         return self._progress.micro_step
 
     @property
     def num_items(self) -> float | None:
-        """See ``PassDriver``."""
         return self._micro_step_items
 
     @property
     def place(self) -> tuple[int, int]:
-        """See ``PassDriver``."""
         return self.split.place
 
     @contextmanager
     def evaluating_again(self, who: str) -> Iterator[None]:
-        """See ``PassDriver``."""
         self.split.before_reevaluation(who)
         self._is_reevaluating = True
         try:

@@ -133,7 +133,8 @@ class AccumulationWindow:
                 self._scale = self._single_scale(num_items)
             return self._scale, 1.0
         if self._reference is None:
-            self._reference = self._choose_reference(num_items)
+            mean = self._total_of(num_items) / self._world_size
+            self._reference = 2.0 ** round(math.log2(mean)) if mean else 1.0
         scale = num_items / self._reference
         if not sync:
             return scale, 1.0
@@ -156,7 +157,3 @@ class AccumulationWindow:
     def _single_scale(self, num_items: float) -> float:
         self.total = self._total_of(num_items)
         return num_items * self._world_size / self.total if self.total else 0.0
-
-    def _choose_reference(self, num_items: float) -> float:
-        mean = self._total_of(num_items) / self._world_size
-        return 2.0 ** round(math.log2(mean)) if mean else 1.0

@@ -326,7 +326,6 @@ class DeepSpeedModel:
         return found
 
     def sharded_state(self, rank: int) -> ShardedState | None:
-        """See ``Engine.sharded_state``."""
         shards = self.shards
         state = plain_state_dict(self.engine.module)
         if shards is None or not all(isinstance(value, torch.Tensor) for value in state.values()):

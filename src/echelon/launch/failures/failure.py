@@ -167,10 +167,6 @@ def exit_status(ends: Sequence[RankEnd]) -> int:
     code = first.exit_code
     if not code:  # it exited early with 0, or its exit was not seen in time; the run has failed nevertheless
         code = next((end.exit_code for end in ends if end.failed and end.exit_code), None) or 1
-    return _shell_code(code)
-
-
-def _shell_code(code: int) -> int:
     return 128 - code if code < 0 else code & 0xFF or 1
 
 

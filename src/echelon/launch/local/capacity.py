@@ -57,7 +57,9 @@ def check_capacity(num_processes: int, *, origin: str, imports_torch: bool, uses
 def _check_room(room: Room | None, each: int, num_processes: int, resource: str, origin: str) -> None:
     if room is None or each * num_processes <= room.left:
         return
-    needed, left = (_format_amount(number, is_bytes=each >= 1 << 20) for number in (each * num_processes, room.left))
+    needed, left = (
+        f"{number / 2**30:.1f} GiB" if each >= 1 << 20 else str(number) for number in (each * num_processes, room.left)
+    )
     what = _(
         "{num_processes} processes need {needed} {resource}, but only {left} are available ({source})",
         num_processes=num_processes,
@@ -74,7 +76,3 @@ def _refusal(what: str, most: int, origin: str) -> ConfigError:
     if most:
         do = _("use --num_processes {most} or fewer, or add --oversubscribe to start them anyway", most=most)
     return ConfigError(what, where=origin, do=do)
-
-
-def _format_amount(number: int, *, is_bytes: bool) -> str:
-    return f"{number / 2**30:.1f} GiB" if is_bytes else str(number)

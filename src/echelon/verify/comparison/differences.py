@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -296,7 +296,9 @@ class Comparison:
     def _compare_values(
         self, update: int, stage: Stage, name: str, own: Sketch | None, other: Sketch | None, allowed: float
     ) -> None:
-        zero = _zero_like(own or other)
+        known = own or other
+        assert known is not None
+        zero = replace(known, projection=np.zeros_like(known.projection), square_sum=0.0, bits=-1, num_nonfinite=0)
         own, other = own or zero, other or zero
         if own.num_nonfinite != other.num_nonfinite:
             values = f"{own.num_nonfinite} elements are inf or nan, {other.num_nonfinite} in the reference run"
@@ -474,17 +476,6 @@ def _typical_element(tensors: Mapping[str, RecordedTensor]) -> float:
         if one.whole.num_elements and one.whole.norm
     )
     return values[len(values) // 2] if values else 0.0
-
-
-def _zero_like(sketch: Sketch | None) -> Sketch:
-    assert sketch is not None
-    return Sketch(
-        projection=np.zeros_like(sketch.projection),
-        square_sum=0.0,
-        bits=-1,
-        num_elements=sketch.num_elements,
-        num_nonfinite=0,
-    )
 
 
 def failed_values(differences: Sequence[RunDifference]) -> Iterator[RunDifference]:

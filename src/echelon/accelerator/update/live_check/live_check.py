@@ -146,7 +146,6 @@ class LiveCheck(DelegatingEngine):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """See ``Engine.no_sync``."""
         self._num_no_sync += 1
         try:
             with self.inner.no_sync(model):
@@ -197,7 +196,6 @@ class LiveCheck(DelegatingEngine):
             observed.forward.add(prefix, model, self.inner, self._world.device)
 
     def drop_update(self) -> None:
-        """See ``Engine.drop_update``."""
         self.inner.drop_update()
         self.forget()
 
@@ -266,12 +264,10 @@ class LiveCheck(DelegatingEngine):
             observed.has_padding = True
 
     def backward(self, loss: torch.Tensor, model: nn.Module | None = None, **options: Any) -> None:
-        """See ``Engine.backward``."""
         with self._observing(loss, is_zero=False):
             self.inner.backward(loss, model, **options)
 
     def backward_zeros(self, loss: torch.Tensor, parameters: Iterable[torch.Tensor], **options: Any) -> None:
-        """See ``Engine.backward_zeros``."""
         with self._observing(loss, is_zero=True):
             self.inner.backward_zeros(loss, parameters, **options)
 
@@ -301,7 +297,6 @@ class LiveCheck(DelegatingEngine):
         observed.losses.append(LossWeight(micro_step, weight, num_items, roundoff(loss.dtype), line))
 
     def finish_gradients(self, model: nn.Module, factor: float) -> None:
-        """See ``Engine.finish_gradients``."""
         self.inner.finish_gradients(model, factor)
         observed = self._current
         if observed is not None:
@@ -312,7 +307,6 @@ class LiveCheck(DelegatingEngine):
                 observed.losses = [replace(one, weight=one.weight * factor) for one in observed.losses]
 
     def zero_grad(self, optimizer: Optimizer, *, set_to_none: bool = True) -> None:
-        """See ``Engine.zero_grad``."""
         self.inner.zero_grad(optimizer, set_to_none=set_to_none)
         observed = self._current
         if observed is not None and not observed.num_steps:
@@ -330,7 +324,6 @@ class LiveCheck(DelegatingEngine):
         return all(self.inner.reduced(model) for model in self._objects.models)
 
     def unscale(self, optimizer: Optimizer, *, unsynced: bool = False) -> None:
-        """See ``Engine.unscale``."""
         observed = self._synced()
         numbers = [] if observed is None else observed.ledger.numbers(_parameters_of(optimizer))
         if observed is not None:
@@ -342,7 +335,6 @@ class LiveCheck(DelegatingEngine):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, unsynced: bool = False
     ) -> torch.Tensor:
-        """See ``Engine.clip_grad_norm``."""
         chosen, inner, observed = list(parameters), self.inner, self._current
         if observed is None or observed.is_abandoned:
             return inner.clip_grad_norm(chosen, max_norm, norm_type, unsynced=unsynced)
@@ -436,7 +428,6 @@ class LiveCheck(DelegatingEngine):
             )
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float, *, unsynced: bool = False) -> None:
-        """See ``Engine.clip_grad_value``."""
         chosen = list(parameters)
         self.inner.clip_grad_value(chosen, clip_value, unsynced=unsynced)
         observed = self._synced()
@@ -446,7 +437,6 @@ class LiveCheck(DelegatingEngine):
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, *, closure: Any = None, unsynced: bool = False) -> bool:
-        """See ``Engine.step``."""
         inner, observed = self.inner, self._current
         if closure is not None:
             has_stepped = inner.step(optimizer, closure=closure, unsynced=unsynced)
