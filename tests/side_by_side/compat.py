@@ -10,7 +10,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
@@ -93,7 +93,7 @@ class Difference:
 def rows() -> list[Row]:
     return [
         Row(section=section, mark=mark, names=tuple(names.split()), where=where, difference=difference)
-        for section, parts in _lines()
+        for section, parts in lines_of(DATA)
         if section != BESIDE
         for mark, names, where, difference in [parts]
     ]
@@ -102,15 +102,16 @@ def rows() -> list[Row]:
 def differences() -> list[Difference]:
     return [
         Difference(about=about, tests=tuple(tests.split()), text=text)
-        for section, parts in _lines()
+        for section, parts in lines_of(DATA)
         if section == BESIDE
         for about, tests, text in [parts]
     ]
 
 
-def _lines() -> Iterator[tuple[str, list[str]]]:
+def lines_of(data: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the section and the parts of each line of a table."""
     section = ""
-    for line in DATA.read_text().splitlines():
+    for line in data.read_text().splitlines():
         if line.startswith("## "):
             section = line[3:]
         elif line and not line.startswith("#"):
@@ -123,23 +124,12 @@ def problems(table: list[Row], beside: list[Difference]) -> Iterator[str]:
         label = f"{BESIDE}, {difference.about[:60]}"
         if not difference.tests:
             yield f"{label}: no test"
-        for test in difference.tests:
-            file, _, name = test.partition("::")
-            if name not in words_of_tests(file):
-                yield f"{label}: there is no test {test}"
+        yield from problems_of_tests(label, difference.tests, names=())
     for row in table:
         label = f"{row.section}, {' '.join(row.names)[:60]}"
         if row.mark not in MARKS:
             yield f"{label}: no mark {row.mark!r}"
-        words: set[str] = set()
-        for test in row.tests:
-            file, _, name = test.partition("::")
-            known = words_of_tests(file)
-            if name not in known:
-                yield f"{label}: there is no test {test}"
-            words |= known.get(name, set())
-        if row.tests:
-            yield from (f"{label}: its tests do not mention {name}" for name in row.names if not mentions(name, words))
+        yield from problems_of_tests(label, row.tests, names=row.names if row.tests else ())
         # Arguments and attributes of states may have the same name as an unsupported class.
         for name in () if row.section.startswith(("1.1", "1.4", "1.5")) else _expanded(row.names):
             is_later = name in ALTERNATIVES
@@ -154,6 +144,21 @@ def problems(table: list[Row], beside: list[Difference]) -> Iterator[str]:
         }
         if missing := expected - listed:
             yield f"section {section} lacks {', '.join(sorted(missing))}"
+
+
+def problems_of_tests(label: str, tests: Iterable[str], *, names: Iterable[str]) -> Iterator[str]:
+    """Yield which of ``tests`` do not exist, and which of ``names`` none of them mentions."""
+    words: set[str] = set()
+    for test in tests:
+        file, _, name = test.partition("::")
+        known = _words_of_tests(file)
+        if name not in known:
+            yield f"{label}: there is no test {test}"
+        words |= known.get(name, set())
+    # Of a file or a name with a star, each part.
+    yield from (
+        f"{label}: its tests do not mention {name}" for name in names if not set(re.findall(r"\w+", name)) <= words
+    )
 
 
 def _expected() -> dict[str, set[str]]:
@@ -186,13 +191,8 @@ def _expanded(names: tuple[str, ...]) -> set[str]:
     }
 
 
-def mentions(name: str, words: set[str]) -> bool:
-    """Return whether ``words`` contains ``name``, or all parts of it if it is a file or contains a star."""
-    return set(re.findall(r"\w+", name)) <= words
-
-
 @cache
-def words_of_tests(file: str) -> dict[str, set[str]]:
+def _words_of_tests(file: str) -> dict[str, set[str]]:
     """Return, for each test in ``file``, the words in it and in the definitions of the module that it uses."""
     path = ROOT / "tests" / file
     if not path.exists():
@@ -339,17 +339,17 @@ def page(table: list[Row], beside: list[Difference]) -> str:
     return "\n".join(lines) + "\n" + FOOT
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write docs/accelerate_compat.md")
+def run(wrong: Iterable[str], path: Path, write: Callable[[], str]) -> None:
+    """Print the problems of a table and exit; with ``--write``, write its page first."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true", help=f"write docs/{path.name}")
     options = parser.parse_args()
-    table, beside = rows(), differences()
-    wrong = list(problems(table, beside))
-    print("\n".join(wrong))
+    found = list(wrong)
+    print("\n".join(found))
     if options.write:
-        PAGE.write_text(page(table, beside))
-    sys.exit(bool(wrong))
+        path.write_text(write())
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":
-    main()
+    run(problems(rows(), differences()), PAGE, lambda: page(rows(), differences()))

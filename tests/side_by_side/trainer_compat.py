@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from echelon.trainer import Seq2SeqTrainingArguments, Trainer, TrainingArguments  # noqa: E402 - this module is also a program
-from tests.side_by_side.compat import Entry, counted, mentions, section_of, words_of_tests  # noqa: E402
+from tests.side_by_side.compat import Entry, counted, lines_of, problems_of_tests, run, section_of  # noqa: E402
 
 DATA = Path(__file__).with_name("trainer_compat.txt")
 PAGE = ROOT / "docs" / "trainer_compat.md"
@@ -88,61 +86,37 @@ checks that it is up to date. The tests of each subject are in the folds; their 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     section: str
-    number: str
     about: str
-    """Names separated by spaces, or a sentence, which starts with a colon in the data."""
-    names: tuple[str, ...]
+    """Names separated by spaces, or a sentence, which starts with a colon."""
     where: str
     difference: str
 
     @property
-    def is_later(self) -> bool:
-        return self.where.startswith("later: ")
+    def names(self) -> tuple[str, ...]:
+        return () if self.about.startswith(":") else tuple(self.about.split())
 
     @property
     def tests(self) -> list[str]:
-        return [] if self.is_later else self.where.split()
+        """The tests, by the paths of their files if these are known."""
+        parts = (test.partition("::") for test in self.where.split())
+        return [f"{FILES.get(short, short)}::{name}" for short, _, name in parts]
 
 
 def rows() -> list[Row]:
-    found: list[Row] = []
-    section, count = "", 0
-    for line in DATA.read_text().splitlines():
-        if line.startswith("## "):
-            section, count = line[3:], 0
-        elif line and not line.startswith("#"):
-            count += 1
-            about, where, difference = (part.strip() for part in line.split("|"))
-            first = section.partition(" ")[0]
-            found.append(
-                Row(
-                    section=section,
-                    number=f"{first if first[0].isdigit() else 'E'}.{count}",
-                    about=about.removeprefix(":"),
-                    names=() if about.startswith(":") else tuple(about.split()),
-                    where=where,
-                    difference=difference,
-                )
-            )
-    return found
+    return [
+        Row(section=section, about=about, where=where, difference=difference)
+        for section, (about, where, difference) in lines_of(DATA)
+    ]
 
 
 def problems(table: list[Row]) -> Iterator[str]:
     """Yield the problems: missing tests, tests that do not mention the names they cover, and unlisted names."""
     for row in table:
-        words: set[str] = set()
-        for test in row.tests:
-            short, _, name = test.partition("::")
-            known = words_of_tests(FILES[short]) if short in FILES else {}
-            if name not in known:
-                yield f"{row.number}: there is no test {test}"
-            words |= known.get(name, set())
-        if not row.tests and not row.is_later:
-            yield f"{row.number}: no test"
+        label = f"{row.section}, {row.about[:60]}"
         if row.tests:
-            yield from (
-                f"{row.number}: its tests do not mention {name}" for name in row.names if not mentions(name, words)
-            )
+            yield from problems_of_tests(label, row.tests, names=row.names)
+        else:
+            yield f"{label}: no test"
     listed = {name for row in table for name in row.names}
     expected = {item.name for item in fields(Seq2SeqTrainingArguments)} | {
         name
@@ -166,12 +140,13 @@ def _is_public(name: str, value: object) -> bool:
 
 def entry_of(row: Row) -> Entry:
     """Return what readers see of a row."""
-    tests = [f"{FILES[short]}::{name}" for short, _, name in (test.partition("::") for test in row.tests)]
-    support: Literal["same", "differs", "missing"] = (
-        "missing" if row.is_later else "differs" if row.difference else "same"
+    return Entry(
+        names=row.names or (row.about.removeprefix(":"),),
+        support="differs" if row.difference else "same",
+        note=row.difference,
+        tests=row.tests,
+        is_sentence=not row.names,
     )
-    note = f"planned ({row.where.removeprefix('later: ')})" if row.is_later else row.difference
-    return Entry(names=row.names or (row.about,), support=support, note=note, tests=tests, is_sentence=not row.names)
 
 
 def page(table: list[Row]) -> str:
@@ -182,17 +157,5 @@ def page(table: list[Row]) -> str:
     return "\n".join(lines) + FOOT
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write docs/trainer_compat.md")
-    options = parser.parse_args()
-    table = rows()
-    wrong = list(problems(table))
-    print("\n".join(wrong))
-    if options.write:
-        PAGE.write_text(page(table))
-    sys.exit(bool(wrong))
-
-
 if __name__ == "__main__":
-    main()
+    run(problems(rows()), PAGE, lambda: page(rows()))

@@ -20,7 +20,10 @@ def test_a_wrong_row_is_reported() -> None:
     rows = trainer_compat.rows()
     row = next(row for row in rows if row.names == ("debug",))
     for wrong, message in (
-        (replace(row, where="options::test_nothing"), "there is no test options::test_nothing"),
+        (
+            replace(row, where="options::test_nothing"),
+            "there is no test unit/trainer/test_training_arguments_options.py::test_nothing",
+        ),
         (replace(row, where="errors::test_two_optimizers"), "do not mention debug"),
         (replace(row, where=""), "no test"),
     ):
