@@ -44,7 +44,6 @@ class StepSeries:
     ranks: list[int]
     num_steps: int
     """Number of steps that were kept."""
-    first_step: int
     last_step: int
     num_repeated: int
     """Number of steps that were lost at a restart and done again."""
@@ -138,7 +137,6 @@ def step_series(run: RecordedRun) -> StepSeries | None:
     return StepSeries(
         ranks=ranks,
         num_steps=last - _start(kept) + 1,
-        first_step=first,
         last_step=last,
         num_repeated=_num_steps(found) - _num_steps(kept),
         steps=_last_in(buckets.of(steps), steps.astype(np.float64), number),

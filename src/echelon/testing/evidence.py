@@ -83,11 +83,8 @@ def read_findings(folder: Path) -> Iterator[list[TestStart | CheckFinding]]:
             text = file.read()
         text = text[: text.rfind(b"\n") + 1]
         offset += len(text)
-        yield [_parse_line(json.loads(line)) for line in text.splitlines()]
-
-
-def _parse_line(line: dict[str, Any]) -> TestStart | CheckFinding:
-    return TestStart(name=line["started"]) if "started" in line else CheckFinding(**line)
+        lines = map(json.loads, text.splitlines())
+        yield [TestStart(name=line["started"]) if "started" in line else CheckFinding(**line) for line in lines]
 
 
 def write_evidence(path: Path, document: Mapping[str, Any]) -> None:

@@ -47,8 +47,6 @@ class Recording:
         self.micro_step = 0
         """Number of backward passes that have ended in this update."""
         self.models: list[RecordedModel] = []
-        self.training_model: int | None = None
-        """Index of the model whose training forward pass is running."""
         self.is_in_backward = False
         self._writer = writer
         self._on_done = on_done
@@ -205,13 +203,11 @@ class Recording:
         if model is not None:
             for on_forward in self.on_training_forward:
                 on_forward(model.index, root, args, kwargs)
-            self.training_model = model.index
         self._depth += 1
         try:
             output = call(module, *args, **kwargs)
         finally:
             self._depth -= 1
-            self.training_model = None
         if model is not None:
             for on_end in self.on_forward_end:
                 on_end(model.index, root, output)

@@ -122,7 +122,7 @@ def test_a_name_that_resolves_to_a_loopback_address_is_rejected(monkeypatch: pyt
 
 
 def test_slurm_provides_missing_command_line_settings(port: int) -> None:
-    step = Step(num_nodes=3, node_rank=2, head="127.0.0.1", job_id=9, step_id=0, tasks_here=1, port=port)
+    step = Step(num_nodes=3, node_rank=2, head="127.0.0.1", job_id=9, step_id=0, port=port)
     found = met(settings(), step=step)
     assert (found.info.min_nodes, found.info.machine_rank, found.port, found.info.run_id) == (3, 2, port, "slurm-9")
     assert found.listener is None

@@ -36,7 +36,6 @@ def test_a_launcher_reads_its_position_from_srun() -> None:
         head="r1n03",
         job_id=4711,
         step_id=2,
-        tasks_here=1,
         port=15000 + (4711 * 16 + 2) % 15000,
     )
     found = _step({"MASTER_PORT": "29500"})

@@ -350,7 +350,7 @@ def _verdict(end: RankEnd, ends: Sequence[RankEnd]) -> tuple[str, str]:
         )
     return (
         _("{who} failed first{thread}: {type}: {message}", who=who, thread=thread, type=record.type, message=message),
-        record.do or _advice_for(record.message) or "",
+        record.do or next((_(advice) for part, advice in _ADVICE if part in record.message), ""),
     )
 
 
@@ -574,7 +574,3 @@ _ADVICE = (
         ),
     ),
 )
-
-
-def _advice_for(message: str) -> str | None:
-    return next((_(advice) for part, advice in _ADVICE if part in message), None)

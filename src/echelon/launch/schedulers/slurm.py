@@ -20,8 +20,6 @@ class Step:
     """The first machine's name."""
     job_id: int
     step_id: int
-    tasks_here: int
-    """Number of tasks on this machine."""
     port: int
     """MASTER_PORT, or a port derived from the job and step ids."""
 
@@ -76,6 +74,5 @@ def current_step() -> Step | None:
         head=head,
         job_id=integer("SLURM_JOB_ID", 0),
         step_id=integer("SLURM_STEP_ID"),
-        tasks_here=tasks[node_rank] if node_rank < len(tasks) else 1,
         port=slurm_port(),
     )
