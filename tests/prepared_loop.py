@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,14 @@ def weights_of(accelerator: Accelerator, model: Any) -> list[torch.Tensor]:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor without shards. Collective if it has some."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@contextmanager
+def all_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect every warning of the block, also the repeated ones."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
 
 
 @contextmanager

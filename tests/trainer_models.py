@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer, TrainerCallback, TrainingArguments
+from tests.prepared_loop import all_warnings
 from tests.reference import PlainTraining, train_plainly
 
 Rows = list[dict[str, torch.Tensor]]
@@ -158,8 +158,7 @@ def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
 
 def warnings_of(run: Callable[[], Any]) -> list[str]:
     """Call ``run``, and return the texts of echelon's warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         run()
     return [str(one.message) for one in caught if issubclass(one.category, EchelonWarning)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from echelon.base.warnings import EchelonWarning
 from echelon.trainer import Trainer
+from tests.prepared_loop import all_warnings
 from tests.trainer_models import CONSTANT_SGD, DividingNet, Net, arguments, net_data, stacked, train_rows_plainly
 
 pytestmark = pytest.mark.gpu
@@ -23,8 +23,7 @@ def test_one_process_trains_on_all_devices_as_a_plain_loop(tmp_path: Path) -> No
         use_cpu=False, **CONSTANT_SGD,
     )  # fmt: skip
     assert (args.n_gpu, args.train_batch_size) == (devices, 2 * devices)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         model = DividingNet()
         trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows)
         trainer.train()

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import subprocess
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from echelon.checkpointing import (
 )
 from echelon.utils import ProjectConfiguration, load, load_state_dict
 from tests.harness import RanksFailed, run_on_ranks
-from tests.prepared_loop import train_prepared, weights_of
+from tests.prepared_loop import all_warnings, train_prepared, weights_of
 from tests.ranks.accelerator.test_epochs import Result, _Case, _objects, _plain
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -173,8 +172,7 @@ def _fail_on_rank_one(folder: str, limit: int | None) -> tuple[str, list[str], d
     accelerator.save_state(target)
     weight_is(2.0)
     handle = accelerator.register_save_state_pre_hook(fails)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         accelerator.save_state(target)
     handle.remove()
     accelerator.wait_for_everyone()

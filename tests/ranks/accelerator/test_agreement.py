@@ -26,12 +26,11 @@ from echelon.config.schema import RunConfig
 from echelon.config.sources import encode, from_flags
 from echelon.launch.environment import rank_variables
 from tests.harness import errors_on_ranks, run_on_ranks
-from tests.prepared_loop import heard
+from tests.prepared_loop import all_warnings, heard
 
 
 def _said(action: Any) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         action()
     return [str(w.message) for w in caught if issubclass(w.category, EchelonWarning)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader
 from echelon import Accelerator
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 from tests.reference import gaussian, tanh_net
 
 
@@ -30,8 +30,7 @@ def _loss_of(form: str, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, A
 
 
 def _train(form: str, batch_size: int, options: dict[str, Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         accelerator = Accelerator(cpu=True, seed=0, parity="exact", **options)
         model: Any = tanh_net(6, 5, 1)
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -25,6 +25,7 @@ from echelon.distributed import monitored_barrier
 from echelon.distributed.setup import cleanup
 from echelon.utils import ProjectConfiguration
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 from tests.reference import gaussian, mean_square, tanh_net
 
 _SAVED = 3
@@ -41,8 +42,7 @@ def _train(folder: str, kind: Any, engine: str, *, resumes: bool) -> tuple[list[
     optimizer: Any = torch.optim.AdamW(bare.parameters(), lr=0.1)
     loader: Any = DataLoader(gaussian(32, 6), batch_size=2, shuffle=True)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         if resumes:
             accelerator.load_state(folder)
         for step, x in enumerate(accelerator.skip_first_batches(loader, _SAVED) if resumes else loader, 1):
@@ -99,8 +99,7 @@ def _prepared(engine: str) -> tuple[Accelerator, nn.Module, Any]:
 def _saves_before_a_barrier(folder: str) -> tuple[list[str], float]:
     """Save on the main process only, while the others wait at a barrier, and let all ranks save afterwards."""
     accelerator, model, _ = _prepared("ddp")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         if accelerator.is_main_process:
             accelerator.save_state(folder + "/alone")
             accelerator.save_model(model, folder + "/model")
@@ -125,8 +124,7 @@ def test_ranks_that_wait_at_a_barrier_go_on_after_the_main_process_has_saved(tmp
 
 def _saves_after_the_others_have_ended(folder: str) -> list[str]:
     accelerator, _, _ = _prepared("ddp")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         if accelerator.is_main_process:
             accelerator.save_state(folder)
         cleanup()
@@ -139,10 +137,10 @@ def test_the_main_process_saves_after_the_others_have_ended(tmp_path: Path) -> N
     assert (tmp_path / "manifest.json").exists()
 
 
-def _some_save(folder: str) -> str:
-    accelerator, _, _ = _prepared("ddp")
+def _some_save(folder: str, engine: str, num_saving: int) -> str:
+    accelerator, _, _ = _prepared(engine)
     text = ""
-    if accelerator.process_index < 2:
+    if accelerator.process_index < num_saving:
         with pytest.raises(DesyncError) as error:
             accelerator.save_state(folder)
         text = str(error.value)
@@ -151,29 +149,14 @@ def _some_save(folder: str) -> str:
     return text
 
 
-def test_a_save_on_some_ranks_is_an_error_that_names_the_others(tmp_path: Path) -> None:
-    first, second, _ = run_on_ranks(_some_save, str(tmp_path), world_size=3, init_group=False)
-    for text in (first, second):
+@pytest.mark.parametrize(("engine", "num_saving"), [("ddp", 2), ("fsdp2", 1)])
+def test_a_save_on_some_ranks_is_an_error_that_names_the_others(engine: str, num_saving: int, tmp_path: Path) -> None:
+    *saving, _ = run_on_ranks(
+        _some_save, str(tmp_path / "s"), engine, num_saving, world_size=num_saving + 1, init_group=False
+    )
+    for text in saving:
         assert "save_state() must be called on every rank, but some ranks did not call it" in text
-        assert "rank 2: in another collective at " in text
-
-
-def _saves_shards_on_the_main_process(folder: str) -> str:
-    accelerator, _, _ = _prepared("fsdp2")
-    text = ""
-    if accelerator.is_main_process:
-        with pytest.raises(DesyncError) as error:
-            accelerator.save_state(folder)
-        text = str(error.value)
-    accelerator.gather(torch.ones(1))
-    cleanup()
-    return text
-
-
-def test_a_sharded_save_on_the_main_process_is_an_error_that_names_the_others(tmp_path: Path) -> None:
-    text, _ = run_on_ranks(_saves_shards_on_the_main_process, str(tmp_path / "s"), world_size=2, init_group=False)
-    assert "save_state() must be called on every rank, but some ranks did not call it" in text
-    assert "rank 1: in another collective at " in text
+        assert f"rank {num_saving}: in another collective at " in text
     assert not (tmp_path / "s").exists()
 
 
@@ -181,8 +164,7 @@ def _waits_for_a_late_rank(folder: str) -> list[str]:
     accelerator, _, _ = _prepared("ddp")
     if not accelerator.is_main_process:
         time.sleep(1.5)  # more than the time after which the others are asked where they are
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         accelerator.save_state(folder)
     cleanup()
     return [str(one.message) for one in caught]
@@ -196,8 +178,7 @@ def _saves_while_the_others_wait_for_it(folder: str) -> tuple[list[str], str]:
     """Save in a block that the other ranks enter later, and call there what needs every rank."""
     accelerator, model, _ = _prepared("ddp")
     text = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         with accelerator.main_process_first():
             if accelerator.is_main_process:
                 accelerator.save_state(folder + "/state")
@@ -223,8 +204,7 @@ def test_the_main_process_saves_in_a_block_that_the_others_wait_for(tmp_path: Pa
 
 def _saves_alone_then_elsewhere_together(folder: str) -> list[str]:
     accelerator, _, _ = _prepared("ddp")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         if accelerator.is_main_process:
             accelerator.save_state(folder + "/first")
         accelerator.save_state(folder + "/second")
@@ -301,8 +281,7 @@ def _saves_before_a_block_of_the_main_process(folder: str) -> tuple[int, str]:
     """Save on the main process only, while the others wait at the next block of main_process_first()."""
     accelerator, model, _ = _prepared("ddp")
     text = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for i in range(2):
             if accelerator.is_main_process:
                 accelerator.save_state(f"{folder}/alone{i}")

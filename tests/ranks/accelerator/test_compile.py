@@ -23,7 +23,7 @@ from echelon.utils import (
     is_compiled_module,
 )
 from tests.harness import run_on_ranks
-from tests.prepared_loop import train_prepared
+from tests.prepared_loop import all_warnings, train_prepared
 from tests.reference import PlainTraining, gaussian, mean_square, train_updates
 
 KINDS = ["own", "own in place", "regions", "whole"]
@@ -92,8 +92,7 @@ def _train(kind: str, shards: bool) -> tuple[dict[str, torch.Tensor] | None, int
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["_Block"]
     )
     accelerator, model, given = _setup(kind, fsdp_plugin=plugin if shards else None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         prepared, optimizer = accelerator.prepare(given, torch.optim.SGD(model.parameters(), lr=0.5))
         for x in _batches(accelerator.process_index):
             train_prepared(accelerator, prepared, optimizer, [x])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from echelon import Accelerator
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
-from tests.prepared_loop import marked_line
+from tests.prepared_loop import all_warnings, marked_line
 from tests.reference import gaussian, mean_square, tanh_net, train_updates
 
 Result = tuple[list[torch.Tensor], list[tuple[str, str]], str]
@@ -48,8 +47,7 @@ def _train(form: str, options: dict[str, Any], batch_size: int, num_samples: int
         model, optimizer, loader = accelerator.prepare(bare, optimizer, loader)
     direct = "loss.backward()" if form == "only the loader" else form
     text = ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         try:
             for x in loader:
                 with accelerator.accumulate():

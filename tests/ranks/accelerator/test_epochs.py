@@ -24,7 +24,7 @@ from echelon.base.errors import CheckpointError, DesyncError
 from echelon.base.warnings import EchelonWarning
 from echelon.utils import ProjectConfiguration
 from tests.harness import run_on_ranks
-from tests.prepared_loop import train_prepared, weights_of
+from tests.prepared_loop import all_warnings, train_prepared, weights_of
 from tests.reference import Numbers, PlainTraining, dropout_net, mean_square, tanh_net, train_plainly
 
 _EPOCHS = 2
@@ -470,8 +470,7 @@ def test_different_data_is_rejected_or_accepted_on_every_rank(kind: str, tmp_pat
 def _load_with_data_of_ones_own(folder: str) -> list[int]:
     accelerator = Accelerator()
     data = TensorDataset(torch.randn(32, 2, generator=torch.Generator().manual_seed(dist.get_rank())))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         loader = accelerator.prepare(DataLoader(data, batch_size=4))
     assert [str(w.message)[:35] for w in caught] == ["the ranks have different data: their"[:35]] * (
         dist.get_rank() == 0

@@ -19,7 +19,7 @@ from echelon import Accelerator, set_seed
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
-from tests.prepared_loop import weights_of
+from tests.prepared_loop import all_warnings, weights_of
 from tests.programs.program import Case, Layout, Program, draw_case
 from tests.programs.runner import check_cases, require_plain
 from tests.reference import dropout_net, mean_square, regression_data, tanh_net, train_plainly, train_updates
@@ -458,8 +458,7 @@ def _prepared(
     model, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(X), batch_size=16)
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         loop(accelerator, model, optimizer, loader)
     return accelerator.unwrap_model(model).weight.detach().clone(), [str(one.message) for one in caught]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, Sampler
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import UsageError
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 from tests.reference import Numbers, NumberStream
 
 
@@ -123,8 +123,7 @@ def _sum_without_a_look(n: int) -> Any:
     total = torch.zeros((), dtype=torch.int64)
     for _ in range(2):
         total = torch.zeros((), dtype=torch.int64)
-        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with torch.no_grad(), all_warnings() as caught:
             for x in loader:
                 total += len(x)
         warned += [str(w.message) for w in caught]

@@ -7,7 +7,6 @@ test_scheduler.py, a resume on another number of processes (M11) in test_epochs.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from echelon import Accelerator, DataLoaderConfiguration, set_seed
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 from tests.reference import NumberStream
 
 # ---- M4: random streams ----------------------------------------------------------------------------------------------
@@ -106,8 +106,7 @@ def _normed(kind: str, n: int, max_micro: int | None) -> tuple[list[str], str | 
     model: Any = _Normed(norm).requires_grad_(kind != "sync")  # DDP supports SyncBatchNorm only on accelerators
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.arange(4.0 * n).reshape(n, 4) / n)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
         result: str | list[torch.Tensor] = []
         try:

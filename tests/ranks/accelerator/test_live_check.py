@@ -28,6 +28,7 @@ from echelon.accelerator.current import living_accelerators
 from echelon.base.errors import VerificationError
 from echelon.trainer import Trainer
 from tests.harness import errors_on_ranks, run_on_ranks
+from tests.prepared_loop import all_warnings
 from tests.trainer_models import CONSTANT_SGD, Net as TrainedNet, arguments, net_data
 
 ENGINES = ("ddp", "zero1", "fsdp2")
@@ -357,8 +358,7 @@ def test_a_planted_fault_is_named(fault: str, engine: str) -> None:
 
 
 def _train_with_warnings() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         _train("ddp", "gradient_changed", "warn")
     return [str(one.message) for one in caught if "verify_every" in str(one.message)]
 

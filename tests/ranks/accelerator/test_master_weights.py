@@ -18,7 +18,7 @@ from echelon.base.errors import ConfigError
 from echelon.utils import TorchTensorParallelConfig
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.parallel_models import tiny_llama
-from tests.prepared_loop import marked_line, weights_of, whole
+from tests.prepared_loop import all_warnings, marked_line, weights_of, whole
 from tests.reference import saved_weights
 
 pytestmark = pytest.mark.slow  # 25 s; tests/unit/accelerator/test_master_weights.py is quick
@@ -100,8 +100,7 @@ def prepared(engine: str, **settings: Any) -> tuple[Accelerator, Any, Any, list[
     """Return an Accelerator, the model, its optimizer, and the warnings, each with its line."""
     accelerator = accelerator_of(engine, **settings)
     model = mlp()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
         model, optimizer = accelerator.prepare(model, optimizer)  # STEP
     told = [
@@ -191,8 +190,7 @@ def _load_rounded(folder: str) -> list[str]:
     told = []
     for mode in ("keep", "float32"):
         other, *_ = prepared("ddp", master_weights=mode)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as caught:
             other.load_state(folder)
         told.append([str(one.message) for one in caught])
     return [*map(str, told[0]), str(told[1])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import EchelonError
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 from tests.reference import NumberStream
 
 
@@ -213,8 +213,7 @@ def _metrics_of_an_unprepared_loader() -> list[str]:
     accelerator = Accelerator(cpu=True)
     told = []
     for rows in (torch.arange(8), torch.arange(8) + accelerator.process_index, torch.zeros(8)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as caught:
             accelerator.gather_for_metrics((rows, 2 * rows))
         told.append(" ".join(str(warning.message) for warning in caught))
     return told

@@ -16,7 +16,7 @@ from echelon import Accelerator, DistributedDataParallelKwargs, FullyShardedData
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import errors_on_ranks, run_on_ranks
-from tests.prepared_loop import marked_line, train_prepared, weights_of
+from tests.prepared_loop import all_warnings, marked_line, train_prepared, weights_of
 from tests.reference import train_updates
 
 X = torch.arange(96.0).reshape(-1, 3).sin()
@@ -266,8 +266,7 @@ def _prepare(kind: str, parity: str) -> tuple[list[tuple[str, str]], str, bool]:
     model = torch.nn.Linear(2, 1)
     third = DATA[kind][0]() if kind in DATA else OTHER[kind](model)
     text, is_same = "", False
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         try:
             _, _, result = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), third)  # PREPARE
             is_same = result is third

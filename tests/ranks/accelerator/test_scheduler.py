@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from echelon import Accelerator
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import RanksFailed, run_on_ranks
-from tests.prepared_loop import heard, marked_line
+from tests.prepared_loop import all_warnings, heard, marked_line
 from tests.programs.program import Case, Layout, Program
 from tests.programs.runner import require_plain
 from tests.side_by_side.lr_traces import SAMPLES, build, trace
@@ -172,8 +171,7 @@ def _train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, _plateau(optimizer))
     rates, text = [], ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         try:
             for row in metrics:
                 metric: Any = row[accelerator.process_index]

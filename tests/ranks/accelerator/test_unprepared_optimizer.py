@@ -17,7 +17,7 @@ from echelon import Accelerator
 from echelon.base.errors import UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
-from tests.prepared_loop import marked_lines
+from tests.prepared_loop import all_warnings, marked_lines
 from tests.reference import gaussian, mean_square, tanh_net, train_updates
 
 STEPS, MICRO = 4, 2
@@ -71,8 +71,7 @@ def _never_prepared(engine: str, form: str) -> tuple[list[torch.Tensor] | None, 
     else:
         model = accelerator.prepare(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for x in _mine().flatten(0, 1):
             with accelerator.accumulate(model):
                 accelerator.backward(mean_square(model(x)))
@@ -201,8 +200,7 @@ def _silent(form: str) -> int:
     model, prepared = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
     other = _model().float()  # of nobody
     optimizer = torch.optim.SGD(other.parameters() if form == "another model" else bare.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for x in _mine().float().flatten(0, 1):
             if form == "another model":
                 with accelerator.no_sync(model):
@@ -369,8 +367,7 @@ def _without_prepare(form: str) -> Said:
         model = nn.parallel.DistributedDataParallel(model)
     if form == "prepared":
         model = accelerator.prepare(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for x in _mine()[0]:
             accelerator.backward(mean_square(model(x)))  # BARE
     return _ours(caught)
@@ -387,8 +384,7 @@ def _only_optimizer_prepared(engine: str, parity: str, has_second_model: bool) -
     accelerator = Accelerator(engine=engine, parity=parity)
     model, second = _model(), _model() if has_second_model else None
     loader = DataLoader(list(_batches(2).flatten(0, 3)), batch_size=8)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1), loader)
         for x in loader:
             optimizer.zero_grad()

@@ -26,7 +26,7 @@ from echelon.checkpoint.formats.dcp import open_dcp
 from echelon.cli.checkpoint import command
 from echelon.distributed.setup import cleanup
 from tests.harness import import_ahead, run_on_ranks
-from tests.prepared_loop import whole
+from tests.prepared_loop import all_warnings, whole
 
 import_ahead("torch.distributed.fsdp", "torch.distributed.checkpoint")
 
@@ -109,8 +109,7 @@ def _load(folder: str, engine: str, *, resumes: bool) -> tuple[dict[str, Any], d
     prepared, optimizer = accelerator.prepare(bare, _optimizer(bare))
     for group in optimizer.param_groups:
         group["lr"] = 0.5
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         if resumes:
             assert accelerator.resume(folder, must_exist=True)
         else:

@@ -29,6 +29,7 @@ from echelon import Accelerator, DataLoaderConfiguration
 from echelon.base.errors import DesyncError, UsageError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 from tests.reference import EpochStream, Numbers, batches_of, permutation
 
 _SEED = 11
@@ -446,8 +447,7 @@ def test_a_drawn_order_is_kept_when_the_pass_resumes(tmp_path: Path) -> None:
 def _bad_samplers() -> list[str]:
     texts = []
     loader: Any = _accelerator().prepare(DataLoader(Numbers(12), batch_size=2, sampler=[0, 1, 1, 2, 0]))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         list(loader)
     texts.append(" ".join(str(w.message) for w in caught if w.category is EchelonWarning))
     for plain in (DataLoader(Numbers(5), batch_size=None), DataLoader(EpochStream(5), batch_size=None)):

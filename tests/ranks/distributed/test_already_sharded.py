@@ -22,6 +22,7 @@ from echelon.base.warnings import EchelonWarning
 from echelon.distributed import shard
 from echelon.trainer import Trainer, TrainingArguments
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 from tests.programs.program import Case, Layout, Program
 from tests.programs.runner import require_plain
 from tests.sharded_already import CUTS, STREAMS, HiddenSampler, StridedSampler, cut_loader, numbers
@@ -161,8 +162,7 @@ def _epochs_of_a_trainer(n: int, num_workers: int, prepares: bool, folder: str) 
     model = RecordingModel()
     kind = Trainer if prepares else _Unprepared
     trainer = kind(model, args, train_dataset=_Sized(n), data_collator=_collate)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         trainer.train()
     return model.seen, trainer.state.global_step, [str(w.message) for w in caught if w.category is EchelonWarning]
 
@@ -461,8 +461,7 @@ def _unrecognised(case: str, parity: str, level: str) -> list[str]:
         "a false claim": lambda: DataLoader(numbers(32), batch_size=2),
     }
     said = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         try:
             claim = True if case == "a false claim" else None
             if level == "shard":
@@ -560,8 +559,7 @@ def _ordinary(part: int, num_parts: int) -> list[str]:
                         continue
                     config = DataLoaderConfiguration(dispatch_batches=dispatch)
                     accelerator = Accelerator(cpu=True, dataloader_config=config)
-                    with warnings.catch_warnings(record=True) as caught:
-                        warnings.simplefilter("always")
+                    with all_warnings() as caught:
                         loader = accelerator.prepare(DataLoader(data, batch_size=batch_size, **choice))
                         for _ in range(2):
                             list(loader)
@@ -580,8 +578,7 @@ def _whole_on_purpose() -> list[str]:
     """Read a small evaluation set on every rank without prepare."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.allow_unsharded(DataLoader(numbers(32), batch_size=4))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         list(loader)
     return [str(w.message) for w in caught]
 

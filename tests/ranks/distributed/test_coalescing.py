@@ -18,12 +18,12 @@ from echelon.base.warnings import EchelonWarning
 from echelon.distributed import cleanup, setup
 from echelon.distributed.checks.coalescing import stop_guarding_coalescing
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import all_warnings
 
 
 def _swallowed(kind: str) -> list[str]:
     """A program's block that fails, with the exception caught; return the warnings' texts."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         try:
             with _coalescing_manager(device=torch.device("cpu") if kind == "device" else None):
                 dist.all_reduce(torch.ones(1))

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from echelon import Accelerator
 from echelon.distributed import process_group
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 
 STEPS = 3
 
@@ -123,8 +124,7 @@ MISTAKES += [clipped_by_value, unfrozen, unfrozen_with_a_logged_loss, added]
 
 
 def _warned(name: str) -> list[tuple[str, str, int]]:
-    with process_group(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with process_group(), all_warnings() as caught:
         loop = _Loop(freezes=name.startswith("unfrozen"))
         for _ in range(STEPS):
             globals()[name](loop)
@@ -327,8 +327,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _heard(name: str, options: dict[str, Any], hook: Any = None) -> list[str]:
-    with process_group(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with process_group(), all_warnings() as caught:
         loop = _Loop(**options)
         if hook is not None:
             loop.ddp.register_comm_hook(None, hook)
@@ -364,8 +363,7 @@ def _after_the_group() -> tuple[bool, list[str]]:
         assert DataLoader.__iter__ is not before[1]
         loop = _Loop()
         plain(loop)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         bare_forward(loop)
     after = DistributedDataParallel.__init__, DataLoader.__iter__
     return after == before, [str(one.message) for one in caught]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from echelon.distributed import barrier, process_group, reduce, shard
 from echelon.distributed.shard import METRICS
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 
 Loader = DataLoader[Any]
 WHOLE = TensorDataset(torch.arange(32.0)[:, None])
@@ -196,8 +196,7 @@ RIGHT: dict[str, Callable[[Loader], float]] = {
 
 
 def _said(evaluate: Callable[[Loader], float], make: Callable[[], Loader]) -> list[tuple[str, str, int]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         with process_group():
             evaluate(make())
     return [(str(one.message), one.filename, one.lineno) for one in caught]
@@ -267,8 +266,7 @@ def _warnings_of(programs: list[str]) -> list[int]:
     with process_group():
         for number, text in enumerate(programs):
             name, source = f"loop_{number}.py", _SETUP + text
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with all_warnings() as caught:
                 exec(compile(source, name, "exec"), {"__name__": name})
                 METRICS.check()  # as at the end of the process group
             numbers.append(len(caught))
@@ -315,8 +313,7 @@ def _fail() -> None:
 
 
 def _failed() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         with pytest.raises(ValueError, match="mine"):
             _fail()
         with process_group():  # nothing is left of it

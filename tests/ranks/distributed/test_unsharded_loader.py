@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.data import (
 
 from echelon.distributed import barrier, process_group, shard
 from tests.harness import run_on_ranks
+from tests.prepared_loop import all_warnings
 
 WHOLE = TensorDataset(torch.arange(64.0)[:, None])
 
@@ -60,8 +60,7 @@ MISTAKES = ("sequential", "shuffled", "files", "part of all")
 
 
 def _train(name: str) -> list[tuple[str, str, int]]:
-    with process_group(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with process_group(), all_warnings() as caught:
         model = DistributedDataParallel(torch.nn.Linear(1, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
         loader, held_out = LOADERS[name](), DataLoader(WHOLE, batch_size=32)
@@ -110,8 +109,7 @@ def _loops(kind: str) -> Iterator[Any]:
 
 
 def _train_from(kind: str) -> list[str]:
-    with process_group(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with process_group(), all_warnings() as caught:
         model = DistributedDataParallel(torch.nn.Linear(1, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
         for (x,) in _loops(kind):

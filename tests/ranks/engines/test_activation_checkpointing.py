@@ -21,7 +21,8 @@ from echelon.engines import activation_checkpointing
 from echelon.utils import TorchTensorParallelConfig
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.parallel_models import ragged_batches, tiny_llama
-from tests.prepared_loop import weights_of
+from tests.prepared_loop import train_prepared, weights_of
+from tests.reference import mean_square
 
 pytestmark = pytest.mark.slow  # 20 s; a quick one of each promise is in tests/unit
 
@@ -167,11 +168,7 @@ def _updates(engine: str, mode: str, settings: dict[str, Any]) -> list[torch.Ten
     loader: Any = DataLoader(data, batch_size=4)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     torch.manual_seed(0 if engine == "tp" else dist.get_rank())
-    for x in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+    train_prepared(accelerator, model, optimizer, loader)
     return [*weights_of(accelerator, model), torch.get_rng_state()]
 
 
@@ -242,10 +239,8 @@ def _llama_by_tensor_parallelism(mode: str) -> list[torch.Tensor]:
     )
     model = tiny_llama(num_layers=2)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for batch in ragged_batches(2):
-        accelerator.backward(model(input_ids=batch["input_ids"]).logits.square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    inputs = [batch["input_ids"] for batch in ragged_batches(2)]
+    train_prepared(accelerator, model, optimizer, inputs, loss_of=lambda ids: mean_square(model(ids).logits))
     return weights_of(accelerator, model)
 
 

@@ -18,7 +18,7 @@ from echelon import Accelerator, DistributedDataParallelKwargs
 from echelon.base.errors import DesyncError
 from echelon.base.warnings import EchelonWarning
 from tests.harness import RanksFailed, errors_on_ranks, run_on_ranks
-from tests.prepared_loop import train_prepared
+from tests.prepared_loop import all_warnings, train_prepared
 from tests.reference import gaussian, mean_square, tanh_net, train_updates
 
 STEPS = 6
@@ -139,8 +139,7 @@ def _rebuilt(engine: str, form: str, parity: str) -> tuple[dict[str, torch.Tenso
     samples = TensorDataset(_batches(dist.get_world_size()).flatten(0, 2))
     loader: Any = DataLoader(samples, batch_size=4 * dist.get_world_size() if parity != "off" else 4)
     loader = accelerator.prepare(loader)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         count = 0
         for (x,) in loader:
             if count == 2:
@@ -174,8 +173,7 @@ def _whole_frozen_model(engine: str, max_norm: float) -> tuple[list[torch.Tensor
     held = [*head.parameters(), *body.parameters()]
     first, second, optimizer = accelerator.prepare(head, body, torch.optim.SGD(held, lr=0.1))
     accelerator.unwrap_model(second).requires_grad_(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for x in _mine():
             accelerator.backward(mean_square(first(second(x))))
             accelerator.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], max_norm)
@@ -231,8 +229,7 @@ def _passes(engine: str, form: str, native: bool) -> tuple[dict[str, torch.Tenso
     accelerator = Accelerator(engine=engine)
     bare = _model()
     model, optimizer = accelerator.prepare(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for x in _mine():
 
             def backward(loss: torch.Tensor, **options: Any) -> None:

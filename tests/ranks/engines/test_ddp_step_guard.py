@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon import Accelerator
 from echelon.base.warnings import EchelonWarning
 from tests.harness import run_on_ranks
-from tests.prepared_loop import marked_lines
+from tests.prepared_loop import all_warnings, marked_lines
 
 FORMS = [("ddp", "inside no_sync"), ("ddp", "the bare module"), ("ddp", "an outer object"), ("fsdp2", "inside no_sync")]
 
@@ -50,8 +49,7 @@ def _wrong(engine: str, form: str, native: bool) -> tuple[list[torch.Tensor], li
     torch.manual_seed(0)
     outer = _Outer()
     accelerator = Accelerator(engine=engine)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         optimizer = torch.optim.AdamW(outer.parameters(), lr=1e-2)
         if form == "an outer object":
             _prepared, optimizer = accelerator.prepare(outer.lm, optimizer)
@@ -121,8 +119,7 @@ def _stray() -> tuple[list[torch.Tensor], list[str]]:
     torch.manual_seed(dist.get_rank())
     head = nn.Linear(6, 1)
     accelerator = Accelerator()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         body, optimizer = accelerator.prepare(body, torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1))
         for x in _batches():
             optimizer.zero_grad()

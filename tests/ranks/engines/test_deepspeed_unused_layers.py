@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from echelon.base import environ
 from echelon.base.errors import UsageError
 from echelon.utils import DeepSpeedPlugin, GatheredParameters
 from tests.harness import run_on_ranks, shut_down
-from tests.prepared_loop import share_of
+from tests.prepared_loop import all_warnings, share_of
 from tests.reference import gaussian, mean_square, train_updates
 
 pytest.importorskip("deepspeed")
@@ -326,8 +325,7 @@ def _train_groups(stage: int, place: int) -> tuple[list[str], list[torch.Tensor]
     optimizer: Any = torch.optim.SGD(groups)
     rates: list[Any] = [lambda step, k=k: 1 / (1 + step * (k + 1)) for k in range(3)]
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     for x in _batches()[:2]:
         accelerator.backward(model(x, "ab").sum())

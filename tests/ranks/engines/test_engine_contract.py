@@ -29,6 +29,7 @@ from echelon.world.world import World
 from tests.counting_engine import CountingEngine, installed
 from tests.cpu_data_parallel import cpu_devices
 from tests.harness import RanksFailed, run_on_ranks
+from tests.prepared_loop import train_prepared
 
 # Arguments of the Accelerator, each with its numbers of ranks.
 LAYOUTS: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
@@ -145,11 +146,7 @@ def _counted() -> tuple[int, bool]:
     accelerator = Accelerator(engine=engine, gradient_accumulation_steps=2)
     model: Any = nn.Linear(5, 3)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(6):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(2, 5)).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+    train_prepared(accelerator, model, optimizer, [torch.ones(2, 5)] * 6)
     return engine.num_steps, accelerator.session.engine is engine
 
 

@@ -20,7 +20,7 @@ from echelon import Accelerator, ParallelismConfig
 from echelon.base.errors import ConfigError
 from echelon.engines.expert_parallel.moe import MixtureOfExperts
 from tests.harness import run_on_ranks
-from tests.prepared_loop import heard, whole
+from tests.prepared_loop import all_warnings, heard, whole
 
 VOCABULARY, NUM_EXPERTS, UPDATES, ACCUMULATION, CLIP = 37, 8, 5, 2, 0.05
 
@@ -310,8 +310,7 @@ def _near_tie(gap: float) -> tuple[list[str], str]:
         model.gate.weight.zero_()
         model.gate.weight[:, 0] = torch.tensor([1.0, 1.0 - gap, 0.5], dtype=torch.float64)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for _ in range(2):
             rank = accelerator.process_index
             accelerator.backward(model(torch.ones(2, 4, dtype=torch.float64) * (1 + rank)).sum())

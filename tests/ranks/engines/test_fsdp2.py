@@ -21,7 +21,7 @@ from echelon.engines.fsdp.fsdp2 import FSDP2Engine
 from echelon.engines.fsdp.options import ShardingOptions
 from echelon.world.world import World
 from tests.harness import errors_on_ranks, run_on_ranks
-from tests.prepared_loop import share_of
+from tests.prepared_loop import all_warnings, share_of
 from tests.programs.program import Case, Layout, Program
 from tests.programs.runner import require_plain
 from tests.reference import PlainTraining, mean_square, tanh_net, train_updates
@@ -354,8 +354,7 @@ def _numbers() -> tuple[list[tuple[str, str]], list[float]]:
     gradient = bare.layer.weight.grad
     assert gradient is not None
     found = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         for _ in range(2):
             found.append(gradient.norm().item())  # LINE
             float(gradient.abs().max())  # LINE

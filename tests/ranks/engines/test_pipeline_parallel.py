@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from functools import cache
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.parallel_models import (
     ragged_batches,
     tiny_llama,
 )
-from tests.prepared_loop import whole
+from tests.prepared_loop import all_warnings, whole
 
 import_ahead("transformers.models.llama.modeling_llama", "torch.distributed.pipelining")
 
@@ -262,8 +261,7 @@ def test_a_step_without_dropout_draws_no_random_numbers() -> None:
 def _with_batch_norm(num_micro_batches: int) -> list[str]:
     accelerator = Accelerator(cpu=True, parity="exact", parallelism_config=ParallelismConfig(pp_size=2))
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         accelerator.prepare_pipeline(
             model, schedule="GPipe", num_micro_batches=num_micro_batches, loss_fn=lambda out, _: out.square().mean()
         )

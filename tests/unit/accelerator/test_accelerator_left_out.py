@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from echelon import Accelerator, ProjectConfiguration
 from echelon.base.errors import UsageError
+from tests.prepared_loop import all_warnings
 
 
 def _run() -> tuple[Any, ...]:
@@ -21,8 +21,7 @@ def _run() -> tuple[Any, ...]:
 
 
 def _told(call: Any) -> str:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         call()
     return " ".join(str(warning.message) for warning in caught)
 

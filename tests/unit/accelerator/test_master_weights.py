@@ -19,6 +19,7 @@ from echelon.base.capabilities import Capabilities
 from echelon.base.errors import ConfigError, UsageError
 from echelon.base.warnings import EchelonWarning
 from echelon.config.sources import current
+from tests.prepared_loop import train_prepared
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +69,7 @@ def test_an_optimizer_that_is_prepared_later_steps_the_cast_weights() -> None:
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(optimizer)
     assert optimizer.state[model.weight]["exp_avg"].dtype == torch.float32
-    for _ in range(10):
-        accelerator.backward(model(torch.ones(2, 4)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
+    train_prepared(accelerator, model, optimizer, [torch.ones(2, 4)] * 10, loss_of=lambda x: model(x).sum())
     assert model.weight.mean().item() == pytest.approx(1 - 1e-3, abs=1e-4)
 
 
@@ -172,10 +170,7 @@ def test_fp16_weights_train_with_loss_scaling() -> None:
     accelerator = _accelerator(mixed_precision="fp16")
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     first = model.weight.clone()
-    for _ in range(3):
-        accelerator.backward(model(torch.ones(2, 4)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    train_prepared(accelerator, model, optimizer, [torch.ones(2, 4)] * 3)
     assert model.weight.dtype == torch.float32
     assert not torch.equal(model.weight, first)
     assert accelerator.get_state_dict(model)["weight"].dtype == torch.float16
@@ -198,10 +193,7 @@ def test_stochastic_rounding_keeps_small_updates_on_average_and_draws_no_numbers
     torch.manual_seed(7)
     before = torch.get_rng_state()
     with torch.compiler.set_stance("force_eager"):
-        for _ in range(20):
-            accelerator.backward(model(torch.ones(2, 64)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+        train_prepared(accelerator, model, optimizer, [torch.ones(2, 64)] * 20, loss_of=lambda x: model(x).sum())
     assert torch.equal(torch.get_rng_state(), before)
     assert model.weight.dtype == torch.bfloat16
     # 4096 draws; each ends at 1 or 1 - 2**-8, whose mean has a standard deviation of 2e-3 / 64

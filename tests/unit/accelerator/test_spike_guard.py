@@ -11,6 +11,7 @@ from torch import nn
 from echelon import Accelerator
 from echelon.accelerator.update.spike_guard import Spike
 from echelon.base.errors import ConfigError
+from tests.prepared_loop import train_prepared
 
 
 def _spikes(losses: list[float], factor: float | None = None) -> list[int]:
@@ -77,10 +78,7 @@ def test_buffers_of_a_loop_are_those_of_a_plain_loop_without_the_batch() -> None
         expected(batch)
     accelerator = Accelerator(cpu=True, spike_guard="skip")
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    for batch in batches:
-        accelerator.backward(model(batch).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    train_prepared(accelerator, model, optimizer, batches)
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
