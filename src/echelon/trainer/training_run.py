@@ -30,7 +30,6 @@ from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.protocols import SupportsSetEpoch
 from echelon.base.warnings import warn
 from echelon.checkpoint import storage
-from echelon.engines.chunked_loss import ChunkedLoss
 from echelon.trainer.arguments.enums import SaveStrategy
 from echelon.trainer.arguments.training_arguments import checkpoint_place, recorded_arguments
 from echelon.trainer.build_accelerator import accumulation_options, activation_mode, data_seed, set_seeds
