@@ -44,7 +44,7 @@ def plan_training(trainer: TrainerMethods, session: TrainerSession, loader: Any)
 
 def _first_batch(loader: Any) -> Any:
     """Return the first samples of the data as a batch, without a pass over the loader."""
-    dataset = loader.dataset if isinstance(loader, DataLoader) else None
+    dataset: Any = loader.dataset if isinstance(loader, DataLoader) else None
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     length = length_of(dataset)
     if isinstance(dataset, IterableDataset) or length < 1 or size is None:
