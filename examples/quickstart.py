@@ -14,12 +14,12 @@ torch.manual_seed(0)
 x = torch.randn(512, 8)
 y = x.square().sum(1, keepdim=True)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
 
 accelerator = Accelerator()
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for _epoch in range(20):
+for _epoch in range(30):
     for inputs, targets in loader:
         loss = nn.functional.mse_loss(model(inputs), targets)
         accelerator.backward(loss)

@@ -35,7 +35,7 @@ def test_the_example_prints_what_the_first_screen_shows() -> None:
     commands = re.findall(
         r"^\$ (echelon launch .*quickstart\.py)\n(.*)$", (ROOT / "README.md").read_text(), re.MULTILINE
     )
-    assert [printed.partition(",")[0] for _, printed in commands] == ["1 process", "2 processes"]
+    assert [printed.partition(",")[0] for _, printed in commands] == ["1 process", "2 processes", "2 processes"]
     for command, printed in commands:
         done = subprocess.run(
             [sys.executable, "-m", *command.split()],
