@@ -30,8 +30,8 @@ from echelon.plan.facts import Cluster
 from echelon.plan.layouts import plan_layout
 from echelon.plan.sizes import parse_size
 from echelon.plan.sources import PlannedStep, StepChoices, captured_step
-from echelon.plan.verdict import JudgedLayout, PlanVerdict, Reserve, Traces, judge, layout_name, search
-from echelon.plan.verdict_text import to_lines, to_short_lines, verdict_text
+from echelon.plan.verdict import PlanVerdict, Reserve, Traces, judge, search
+from echelon.plan.verdict_text import to_hyperparameters, to_lines, to_short_lines, verdict_text
 
 
 def plan_step(
@@ -64,7 +64,7 @@ def plan_step(
     step = step_of_objects(session, model, optimizer, batch, compute_loss or _own_loss, choices, world_size=total)
     found = search(Traces(step.source), step.layout(total), cluster, plan_layout)
     if (cluster.gpus_per_node, cluster.nodes) == own:
-        record_plan(found.asked)
+        record_hyperparameters("training", to_hyperparameters(found.asked))
     return replace(found, text="\n".join(to_lines(step.title, found, script=_script())))
 
 
@@ -134,7 +134,7 @@ def _plan_run(
     )
     traces, layout, reserve = Traces(step.source), step.layout(world.world_size), Reserve()
     judged = judge(traces, layout, cluster, plan_layout, reserve)
-    record_plan(judged)
+    record_hyperparameters("training", to_hyperparameters(judged))
     if judged.fits or memory is None:
         lines = to_short_lines(step.title, judged, None if memory is None else cluster, reserve)
     else:
@@ -208,13 +208,6 @@ def step_of_objects(
         accumulation=accumulation or session.gradient_state.num_steps,
     )
     return captured_step(capture, choices, world=world_size)
-
-
-def record_plan(judged: JudgedLayout) -> None:
-    """Record what the run is predicted to need, for ``echelon report``."""
-    plan = judged.plan
-    if not plan.refused:
-        record_hyperparameters("training", {"plan": {"layout": layout_name(plan.layout), "peak_bytes": plan.peak}})
 
 
 def _script() -> str:

@@ -56,7 +56,7 @@ from echelon.launch.schedulers.slurm import Step, current_step
 from echelon.launch.script import Script, check
 from echelon.launch.supervisor import StallRules
 from echelon.status.run_facts import process_start_ns
-from echelon.status.run_files import DEFAULT_PARENT
+from echelon.status.run_files import DEFAULT_PARENT, HYPERPARAMETERS_FILE, append_line
 from echelon.status.stop_barrier import EXIT_CODE, SIGNALS
 from echelon.world.launch_variables import is_recording_off
 
@@ -152,8 +152,9 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
     request = _Request(script=script, flags=flags, typed=typed, resolved=resolved, file=file, libraries=libraries)
     machines = _count_machines(request)
     processes = _count_processes(request, machines)
+    predicted: dict[str, Any] = {}
     if resolved.value.plan:
-        code = plan_first(
+        code, predicted = plan_first(
             script,
             resolved,
             devices=processes.number,
@@ -190,6 +191,8 @@ def _launch(ctx: click.Context, script: Script, flags: dict[str, Any], interrupt
             name=flags["name"],
             tags=flags["tag"],
         )
+        if predicted and record.folder is not None:
+            append_line(record.folder / HYPERPARAMETERS_FILE, {"group": "training", "values": predicted})
         rules = RunRules(
             max_restarts=flags["max_restarts"],
             stall=StallRules(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from echelon.base.device import total_memory
@@ -22,8 +25,10 @@ _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")
 
 def plan_first(
     script: Script, resolved: Resolved[RunConfig], *, devices: int, machines: int, has_accelerator: bool
-) -> int:
-    """Print the plan of the run; return 0 if it fits, 1 if it does not, and 2 if the script cannot be planned.
+) -> tuple[int, dict[str, Any]]:
+    """Print the plan of the run, and return what the run's record keeps of it.
+
+    The number is 0 if the run fits, 1 if it does not, and 2 if the script cannot be planned.
 
     Args:
         devices: processes of this machine, each on a device of its own.
@@ -71,4 +76,8 @@ def plan_first(
     )
     variables = rank_variables(settings, num_processes=1, num_threads=None, has_accelerator=has_accelerator)
     environment = inherited(without=lambda name: is_of_rank(name) or name.startswith("PARALLELISM_CONFIG_")) | variables
-    return subprocess.run([*argv, script.target, *script.args], env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory(prefix="echelon-") as folder:
+        file = Path(folder) / "plan.json"
+        argv += ["--record", str(file), script.target, *script.args]
+        code = subprocess.run(argv, env=environment, check=False).returncode
+        return code, json.loads(file.read_text(encoding="utf-8")) if code == 0 else {}

@@ -21,7 +21,7 @@ from echelon.plan.devices import build_cluster
 from echelon.plan.facts import Cluster, ParallelLayout, StepSettings
 from echelon.plan.sizes import parse_size
 from echelon.plan.verdict import PlanVerdict, Traces, search
-from echelon.plan.verdict_text import explain, to_json, to_lines, verdict_text
+from echelon.plan.verdict_text import explain, to_hyperparameters, to_json, to_lines, verdict_text
 from echelon.status.strict_json import dumps
 
 if TYPE_CHECKING:  # it imports torch
@@ -135,6 +135,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
 @click.option(
     "-o", "--output", metavar="FILE", shell_complete=complete_paths, help="Also write an HTML page with plots."
 )
+@click.option("--record", hidden=True)  # of echelon launch --plan: a file for what the run's record keeps
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Say whether SCRIPT, or a model alone, can be trained on given devices, and how, without any device.
@@ -156,6 +157,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     verdict = search(traces, asked.layout(step), cluster, plan_layout, variants=step.variants)
     if asked.output:
         _write_page(Path(asked.output), step.title, verdict, traces, command)
+    if asked.record:
+        Path(asked.record).write_text(dumps(to_hyperparameters(verdict.asked)), encoding="utf-8")
     if asked.json:
         click.echo(dumps(to_json(verdict)))
     elif asked.explain:
@@ -211,6 +214,7 @@ class _Asked:
     explain: str | None
     json: bool
     output: str | None
+    record: str | None
 
     def check_source(self) -> None:
         """Raise an error unless there is either a script that can start, or a model.

@@ -270,6 +270,12 @@ def explain(what: str, plan: LayoutPlan) -> Iterator[str]:
     yield from map(printable, align_columns([(f"  {name}", text) for name, text in found.items()]))
 
 
+def to_hyperparameters(judged: JudgedLayout) -> dict[str, Any]:
+    """Return what the record of a run keeps of its plan, for ``echelon report``."""
+    plan = judged.plan
+    return {} if plan.refused else {"plan": {"layout": layout_name(plan.layout), "peak_bytes": plan.peak}}
+
+
 def to_json(verdict: PlanVerdict) -> dict[str, Any]:
     """Return the verdict as JSON data. Sizes in bytes, times in seconds."""
     return {

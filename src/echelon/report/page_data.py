@@ -240,10 +240,19 @@ def _tiles(run: RecordedRun, series: StepSeries | None) -> list[dict[str, str]]:
         if not np.isnan(memory).all():
             rank = series.ranks[int(np.nanargmax(memory))]
             where = _("largest") if len(series.ranks) == 1 else _("largest, rank {rank}", rank=rank)
+            if predicted := _predicted_bytes(run):
+                size = _memory(predicted / 2**20)
+                where = _("{where}; a GPU was predicted to need {size}", where=where, size=size)
             tiles.append((_("memory"), _memory(float(np.nanmax(memory))), where))
     if restarts := run.facts.get("num_restarts"):
         tiles.append((_("restarts"), str(restarts), _("see the time line")))
     return [{"name": name, "value": value, "note": note} for name, value, note in tiles]
+
+
+def _predicted_bytes(run: RecordedRun) -> float | None:
+    """Return the last predicted peak of the run (``launch --plan``, ``plan=True``, ``Accelerator.plan``)."""
+    found = [one.value for one in run.hyperparameters if (one.group, one.name) == ("training", "plan.peak_bytes")]
+    return found[-1] if found and isinstance(found[-1], (int, float)) else None
 
 
 def _evaluation_tiles(run: RecordedRun, series: StepSeries | None) -> list[tuple[str, str, str]]:

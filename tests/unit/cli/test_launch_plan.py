@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -51,12 +52,18 @@ def test_a_run_that_does_not_fit_is_refused_with_the_verdict(
 
 
 @pytest.mark.slow
-def test_a_run_that_fits_starts(script: str, tmp_path: Path) -> None:
+def test_a_run_that_fits_starts(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ECHELON_NO_RECORD")
     (tmp_path / "echelon.toml").write_text('plan = true\ngpu_memory = "8GB"\n')
-    argv = ["launch", "--cpu", "--num_processes", "2", "--no_record", script, "10"]
+    argv = ["launch", "--cpu", "--num_processes", "2", script, "10"]
     done = subprocess.run([sys.executable, "-m", "echelon", *argv], capture_output=True, check=True, text=True)
     assert "FITS: ddp dp_replicate=2, micro-batch 8 needs " in done.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "echelon.toml", "0 no", "1 no"}
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "echelon.toml", "0 no", "1 no", "echelon-runs"}
+    (record,) = (tmp_path / "echelon-runs").glob("*/hyperparameters.jsonl")
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    (plan,) = (line["values"]["plan"] for line in lines if "plan" in line["values"])
+    assert plan["layout"] == "ddp dp_replicate=2"
+    assert plan["peak_bytes"] > 3 * 4 * 11_000  # weights, gradients and DDP's buckets
 
 
 @pytest.mark.parametrize(

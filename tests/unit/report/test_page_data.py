@@ -60,6 +60,15 @@ def test_metrics_take_the_place_of_missing_losses(tmp_path: Path) -> None:
     assert "loss" not in data["missing"]
 
 
+def test_predicted_memory_is_beside_the_measured_one(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, [1.0])
+    values = {"plan": {"layout": "single", "peak_bytes": 3 * 2**30}}
+    append_line(tmp_path / "hyperparameters.jsonl", {"group": "training", "values": values})
+    (data,) = page_data([read_run(tmp_path)])["runs"]
+    (tile,) = (tile for tile in data["tiles"] if tile["name"] == "memory")
+    assert (tile["value"], tile["note"]) == ("100 MB", "largest; a GPU was predicted to need 3.0 GB")
+
+
 def test_results_of_evaluations_are_at_the_top_and_runtimes_are_not_plotted(tmp_path: Path) -> None:
     record_steps(tmp_path, 0, [1.0] * 40)
     for step, loss, accuracy in ((10, 0.5, 0.8), (20, 0.4, 0.9), (30, 0.45, 0.85)):
