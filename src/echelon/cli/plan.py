@@ -96,8 +96,8 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> in
 @click.option(
     "--optimizer",
     metavar="NAME",
-    type=click.Choice(["adamw", "sgd", "adafactor"]),
-    help="With --model: optimizer (default: adamw).",
+    type=click.Choice(["adamw", "adamw8bit", "sgd", "adafactor"]),
+    help="With --model: optimizer; adamw8bit is that of bitsandbytes (default: adamw).",
 )
 @click.option(
     "--engine",

@@ -63,6 +63,11 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, *, masters: bool) -> tupl
     return copied, fakes
 
 
+def compiles_its_step(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` calls torch.compile, which cannot run fake tensors, and whose kernels have no temporaries."""
+    return type(optimizer).__module__.startswith("torchao.")
+
+
 def _is_ours(hook: Any) -> bool:
     function = hook.func if isinstance(hook, partial) else hook
     return str(getattr(function, "__module__", None)).startswith("echelon.")
@@ -124,6 +129,11 @@ def fake_optimizer(
             for group in optimizer.param_groups
         ]
         copied = copy_optimizer(optimizer, groups)
+        for name, value in vars(copied).items():
+            if (
+                type(value) is dict and name != "state"
+            ):  # such as bitsandbytes' tables of codes, which its first step fills
+                setattr(copied, name, dict(value))
     else:
         copied = optimizer(p for p in model.parameters() if p.requires_grad)
     for group in copied.param_groups if device == "cuda" else ():

@@ -177,7 +177,9 @@ def _sharded_state(
     for tensor in parameter.state:
         stored = state_as_stored(tensor, parameter, dtype)
         # State of another shape, such as a number of steps, is kept by every rank.
-        size = own * item_bytes(stored.dtype) if tensor.shape == parameter.tensor.shape else tensor_bytes(stored)
+        size = tensor_bytes(stored)
+        if tensor.shape == parameter.tensor.shape:
+            size = -(-size * own // max(1, numel(tensor.shape)))  # also of 8-bit states, with their scales
         yield Holding("optimizer state", parameter.name, size, on_host)
 
 

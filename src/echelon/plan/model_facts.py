@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,18 +37,24 @@ def model_facts(
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    # Tables that several parameters share, such as those of bitsandbytes, are those of the first one.
+    holders = Counter(id(one) for state in optimizer.state.values() for one in {*tensors_in(state)})
+    counted: set[int] = set()
     whole = {id(p) for p in unshardable_parameters(model, None).values()}
     found = []
     for key, parameter in parameters.items():
         fake = fakes.get(key, parameter)
         first, *others = names[key]
+        kept = list({id(one): one for one in tensors_in(optimizer.state.get(twins.get(id(fake), fake), {}))}.values())
+        state = [one for one in kept if holders[id(one)] == 1 or id(one) not in counted]
+        counted.update(map(id, kept))
         found.append(
             ParameterFacts(
                 name=first,
                 tensor=_tensor_facts(parameter),
                 is_trainable=parameter.requires_grad,
                 unit=max((one for one in ordered if first.startswith(f"{one}.")), key=len, default=""),
-                state=tuple(map(_tensor_facts, tensors_in(optimizer.state.get(twins.get(id(fake), fake), {})))),
+                state=tuple(map(_tensor_facts, state)),
                 other_names=tuple(others),
                 group=groups.get(id(fake)),
                 is_shardable=key not in whole,

@@ -28,8 +28,20 @@ from echelon.plan.verdict import StepSource, Variant, default_layout
 _DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32})
 ENGINES = ("single", "ddp", "zero1", "fsdp2", "deepspeed")
 """The engines that a plan predicts."""
-_OPTIMIZERS: MappingProxyType[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = MappingProxyType(
-    {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+
+
+def _adamw_8bit(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    optimizer: Optimizer = library_named("bitsandbytes").optim.AdamW8bit(parameters)
+    return optimizer
+
+
+_OPTIMIZERS: MappingProxyType[str, tuple[str, Callable[[Iterable[nn.Parameter]], Optimizer]]] = MappingProxyType(
+    {
+        "adamw": ("AdamW", torch.optim.AdamW),
+        "adamw8bit": ("AdamW8bit", _adamw_8bit),
+        "sgd": ("SGD", torch.optim.SGD),
+        "adafactor": ("Adafactor", torch.optim.Adafactor),
+    }
 )
 
 
@@ -147,7 +159,7 @@ class ModelStep:
     def _trace(self, settings: StepSettings) -> StepTrace:
         module, linear = self._built(settings.mixed_precision)
         facts, trace = trace_step(
-            module, _OPTIMIZERS[self.choice.optimizer], _loss, self._batch(settings.micro_batch), settings
+            module, _OPTIMIZERS[self.choice.optimizer][1], _loss, self._batch(settings.micro_batch), settings
         )
         if self.choice.load == "4bit":
             facts, trace = _with_4bit_weights(facts, trace, linear)
@@ -192,7 +204,7 @@ class ModelStep:
             _sizes_text((self._config.architectures or [self.model.class_name])[0], self.model),
             *([f"LoRA r={self.choice.lora}"] if self.choice.lora else []),
             *([_("4-bit weights")] if self.choice.load == "4bit" else []),
-            _OPTIMIZERS[self.choice.optimizer].__name__,
+            _OPTIMIZERS[self.choice.optimizer][0],
             _("mixed precision {mode}", mode=settings.mixed_precision),
             _("samples of {sequence} tokens", sequence=self.choice.sequence),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from echelon.engines.fsdp.wrap_policy import modules_to_shard
 from echelon.engines.random_numbers import restore_states, save_states
 from echelon.plan.cuda_operators import run_as_on_cuda
 from echelon.plan.facts import ModelFacts, Moment, Phase, StepSettings, StepTrace
-from echelon.plan.fake_copy import fake_model, fake_optimizer
+from echelon.plan.fake_copy import compiles_its_step, fake_model, fake_optimizer
 from echelon.plan.fake_run import FakeRun, fake_like, fake_mode, stand_in_values, tensors_in
 from echelon.plan.model_facts import model_facts
 from echelon.plan.repeated_blocks import NotPeriodicError, RepeatedBlocks, repeat_blocks, repeat_sums, repeated_blocks
@@ -146,7 +146,11 @@ def _trace(
         restore_states(torch.device("cpu"), states)
     twins = {id(new): old for one in repeated for old, new in one.twins()}
     facts = model_facts(model, units.values(), fakes, stepping, twins)
-    return facts, recorder.trace(settings, batch, repeated)
+    trace = recorder.trace(settings, batch, repeated)
+    if compiles_its_step(stepping):
+        moments = (replace(one, temporaries=0) if one.phase == "optimizer" else one for one in trace.moments)
+        trace = replace(trace, moments=tuple(moments))
+    return facts, trace
 
 
 def _without_memory(tensor: torch.Tensor, mode: Any) -> torch.Tensor:
@@ -334,7 +338,9 @@ class TracedStep(TorchFunctionMode):
             parameter.grad = None
         start = len(self.ledger.operators)
         self._optimizer_bytes.append(0)
-        with self.phase_of("optimizer", f"{type(optimizer).__name__}.step"):
+        # set_stance imports the compiler, a second.
+        eagerly = torch.compiler.set_stance("force_eager") if compiles_its_step(optimizer) else nullcontext()
+        with eagerly, self.phase_of("optimizer", f"{type(optimizer).__name__}.step"):
             optimizer.step()
         for parameter, gradient in held:
             parameter.grad = gradient
