@@ -76,24 +76,26 @@ CASES: dict[str, dict[str, Case]] = {
     "llamafactory": {
         "sft, full": _factory("finetuning_type=full"),
         "sft, LoRA": _factory(""),
-        "sft, full, bf16": _factory(f"finetuning_type=full {_LOW}", 1),
-        "sft, LoRA, bf16": _factory(_LOW, 1),
-        "sft, QLoRA": _factory(f"quantization_bit=4 quantization_method=bnb {_LOW}", 1),
+        "sft, full, bf16": _factory(f"finetuning_type=full {_LOW}"),
+        "sft, LoRA, bf16": _factory(_LOW),
+        "sft, QLoRA": _factory(f"quantization_bit=4 quantization_method=bnb {_LOW}"),
         "pt": _factory(
             "stage=pt dataset=pt finetuning_type=full",
-            1,
             **dict.fromkeys(("*loss*", "*perplexity", "log.grad_norm"), _FIRST_LABEL),
         ),
         "dpo, LoRA": _factory("stage=dpo dataset=pairs"),
-        "reward": _factory("stage=rm dataset=pairs", 1),
+        "kto, LoRA": _factory("stage=kto dataset=feedback"),
+        "reward": _factory("stage=rm dataset=pairs"),
     },
     "swift": {
         "sft, full": _swift(f"{_FLOAT} --dataset data/sft.jsonl --tuner_type full"),
-        "sft, LoRA": _swift(f"{_FLOAT} --dataset data/sft.jsonl --tuner_type lora", 1),
+        "sft, LoRA": _swift(f"{_FLOAT} --dataset data/sft.jsonl --tuner_type lora"),
         "sft, full, bf16": _swift(
-            f"{_SWIFT} --model qwen3-bfloat16 --torch_dtype bfloat16 --dataset data/sft.jsonl --tuner_type full", 1
+            f"{_SWIFT} --model qwen3-bfloat16 --torch_dtype bfloat16 --dataset data/sft.jsonl --tuner_type full"
         ),
-        "dpo, LoRA": _swift(f"--rlhf_type dpo {_FLOAT} --dataset data/pairs.jsonl --tuner_type lora", 1, kind="rlhf"),
+        "dpo, LoRA": _swift(f"--rlhf_type dpo {_FLOAT} --dataset data/pairs.jsonl --tuner_type lora", kind="rlhf"),
+        "kto, LoRA": _swift(f"--rlhf_type kto {_FLOAT} --dataset data/feedback.jsonl --tuner_type lora", kind="rlhf"),
+        "reward, LoRA": _swift(f"--rlhf_type rm {_FLOAT} --dataset data/pairs.jsonl --tuner_type lora", kind="rlhf"),
     },
 }
 
