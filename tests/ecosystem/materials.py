@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import tiny
 import torch
 import transformers
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -23,6 +25,11 @@ _SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "<s>", "</s>"]
 _VOCABULARY = {word: i for i, word in enumerate([*_SPECIAL, *tiny.WORDS])}
 _SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _CHAT = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' </s> ' }}{% endfor %}"
+# The tokens between the marks are trained with trl's assistant_only_loss.
+_MARKED_CHAT = (
+    "{% for message in messages %}{{ message['role'] + ' ' }}{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + ' </s>' }}{% endgeneration %}{% else %}{{ message['content'] + ' </s> ' }}{% endif %}{% endfor %}"
+)
 
 TRAIN_ROWS = 32
 MRPC_TRAIN_ROWS = 64  # accelerate's scripts drop the last batch of 16
@@ -87,6 +94,52 @@ def write_models(folder: Path) -> None:
         torch.manual_seed(0)
         build().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    (folder / "chat.jinja").write_text(_MARKED_CHAT)
+
+
+def write_diffusion(folder: Path) -> None:
+    """Write ``diffusion``, a pipeline for images of 16 * 16 pixels, and ``images`` with their texts."""
+    ends = ["<|startoftext|>", "<|endoftext|>"]
+    pieces = [*ends, "w", "w</w>", *(digit + end for digit in "0123456789" for end in ("", "</w>"))]
+    tokenizer = transformers.CLIPTokenizer(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], model_max_length=16
+    )
+    torch.manual_seed(0)
+    text = transformers.CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=16, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, sample_size=16,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, cross_attention_dim=16, attention_head_dim=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    diffusers.StableDiffusionPipeline(
+        vae=vae, text_encoder=transformers.CLIPTextModel(text), tokenizer=tokenizer, unet=unet,
+        scheduler=diffusers.DDPMScheduler(clip_sample=False), safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder / "diffusion")  # fmt: skip
+    unconditional = {
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "attention_head_dim": 4,
+    }
+    unconditional |= {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
+    diffusers.UNet2DModel(sample_size=16, **unconditional).save_config(folder / "unconditional")
+    rng = random.Random(0)
+    (folder / "images").mkdir()
+    rows = []
+    for i in range(16):
+        Image.frombytes("RGB", (16, 16), rng.randbytes(16 * 16 * 3)).save(folder / "images" / f"{i:02}.png")
+        rows.append(json.dumps({"file_name": f"{i:02}.png", "text": _text(rng, 2, 4)}))
+    (folder / "images" / "metadata.jsonl").write_text("\n".join(rows) + "\n")
 
 
 def _text(rng: random.Random, least: int = 4, most: int = 12) -> str:
@@ -201,6 +254,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for number, held_rows, mrpc_held_rows in ((1, 19, 40), (2, 16, 64)):
         write_models(folder / str(number))
+        write_diffusion(folder / str(number))
         write_data(folder / str(number), held_rows, mrpc_held_rows)
 
 

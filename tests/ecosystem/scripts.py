@@ -1,6 +1,6 @@
-"""Runs the example scripts of transformers, accelerate and trl natively and on echelon, and compares their numbers.
+"""Runs the example scripts of transformers, accelerate, trl and diffusers natively and on echelon, and compares their numbers.
 
-``python -m tests.ecosystem.scripts transformers=FOLDER accelerate=FOLDER trl=FOLDER [--only WORD] [--processes N] [--both]``; FOLDER is
+``python -m tests.ecosystem.scripts LIBRARY=FOLDER ... [--only WORD] [--processes N] [--both]``; FOLDER is
 a checkout of the library's repository, best at the release in ``requirements.txt``. Models, tokenizers and data are tiny and are made by
 ``materials.py``; nothing is downloaded. ``recorder/`` records what a script computes: the learning rate, gradient norm and weights
 of each optimizer step, the losses, the metrics, the log of the Trainer, and the weights that were saved. It prints one line per case, and
@@ -90,6 +90,11 @@ def _files(kind: str) -> str:
     return f"--train_file {kind}/train.json --validation_file {kind}/test.json"
 
 
+_DIFFUSION = (
+    "--pretrained_model_name_or_path diffusion --train_data_dir images --resolution 16 --train_batch_size 2 "
+    "--gradient_accumulation_steps 2 --learning_rate 1e-3 --lr_warmup_steps 0 --seed 7 --output_dir out --num_train_epochs 2"
+)
+_IMAGES = {"from torchvision import transforms": "import image_transforms as transforms"}
 # The scripts of early 2026 name a member that accelerate 1.15 no longer has.
 _TPU = {"DistributedType.TPU": "DistributedType.XLA"}
 _TEXTS = "--train_file train.txt --validation_file test.txt"
@@ -258,6 +263,12 @@ SCRIPTS: dict[str, tuple[Script, ...]] = {
         ),
         Script(
             file="trl/scripts/sft.py",
+            variant="assistant's tokens only",
+            args="--model_name_or_path llama --dataset_name messages --max_length 48 --assistant_only_loss "
+            f"--chat_template_path chat.jinja {_TRL}",
+        ),
+        Script(
+            file="trl/scripts/sft.py",
             variant="LoRA",
             args=f"--model_name_or_path llama --dataset_name texts --max_length 24 --use_peft --lora_r 4 {_TRL}",
         ),
@@ -281,6 +292,12 @@ SCRIPTS: dict[str, tuple[Script, ...]] = {
             f"--max_completion_length 8 {_TRL} --eval_strategy no",
         ),
         Script(
+            file="trl/scripts/grpo.py",
+            variant="a reward in Python",
+            args="--model_name_or_path llama --dataset_name prompts --reward_funcs rewards.short_words --num_generations 4 "
+            f"--max_completion_length 8 {_TRL} --eval_strategy no",
+        ),
+        Script(
             file="trl/scripts/rloo.py",
             args=f"--model_name_or_path llama --dataset_name prompts --reward_model_name_or_path reward --num_generations 4 "
             f"--max_completion_length 8 {_TRL} --eval_strategy no",
@@ -298,8 +315,32 @@ SCRIPTS: dict[str, tuple[Script, ...]] = {
     ),
 }
 
+SCRIPTS["diffusers"] = (
+    Script(
+        file="unconditional_image_generation/train_unconditional.py",
+        variant="averaged weights",
+        args="--model_config_name_or_path unconditional --train_data_dir images --resolution 16 --train_batch_size 2 "
+        "--gradient_accumulation_steps 2 --num_epochs 2 --save_images_epochs 1 --save_model_epochs 1 --eval_batch_size 2 "
+        "--learning_rate 1e-3 --lr_warmup_steps 2 --use_ema --ddpm_num_steps 20 --ddpm_num_inference_steps 2 "
+        "--checkpointing_steps 2 --checkpoints_total_limit 2 --output_dir out",
+        # The script has no seed.
+        corrected={**_IMAGES, "def main(args):": "def main(args):\n    torch.manual_seed(7)"},
+    ),
+    Script(
+        file="text_to_image/train_text_to_image.py",
+        variant="averaged weights",
+        args=f"{_DIFFUSION} --use_ema --snr_gamma 5 --checkpointing_steps 2 --checkpoints_total_limit 2 --random_flip",
+        corrected=_IMAGES,
+    ),
+    Script(
+        file="text_to_image/train_text_to_image_lora.py",
+        args=f"{_DIFFUSION} --rank 2 --lr_scheduler cosine --checkpointing_steps 2",
+        corrected=_IMAGES,
+    ),
+)
+
 # Where the scripts of a library stand in a checkout.
-FOLDERS = {"transformers": "examples/pytorch", "accelerate": "examples", "trl": "."}
+FOLDERS = {"transformers": "examples/pytorch", "accelerate": "examples", "trl": ".", "diffusers": "examples"}
 
 _TIMES = ("*runtime*", "*per_second*", "*flos*", "*_mem_*", "*time*")
 
@@ -420,7 +461,12 @@ def _written(output: Path) -> dict[str, Any]:
         if state.exists():
             found["log"] = [_without_times(entry) for entry in json.loads(state.read_text())["log_history"]]
             break
-    for name in ("model.safetensors", "adapter_model.safetensors"):
+    for name in (
+        "model.safetensors",
+        "adapter_model.safetensors",
+        "pytorch_lora_weights.safetensors",
+        "unet/diffusion_pytorch_model.safetensors",
+    ):
         if (output / name).exists():
             with safe_open(output / name, framework="pt") as file:
                 found[name] = {key: float(file.get_tensor(key).double().norm()) for key in file.keys()}  # noqa: SIM118
