@@ -247,10 +247,17 @@ class WeightAverage(ABC):
                 if part.optimizer is optimizer:
                     part.load(state["counters"].get(str(number), (0, 0)), number, read)
 
-    def start_anew(self) -> None:
-        """Start with the current weights, because a checkpoint without averages was loaded."""
+    def start_anew(self, folder: object) -> None:
+        """Start with the current weights, because a checkpoint without averages was loaded from ``folder``."""
         for part in self._parts:
             part.load((0, 0), 0, lambda *_: None)
+        warn(
+            _(
+                "{folder} has no averages of the weights, so the {average} starts with its weights",
+                folder=folder,
+                average=self,
+            )
+        )
 
     def _apply(self) -> None:
         if self._engine is None:

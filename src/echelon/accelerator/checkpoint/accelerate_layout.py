@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.accelerator.checkpoint.changed_data import DataPolicy, reconcile_data
+from echelon.accelerator.checkpoint.changed_data import DataPolicy, positions_error, reconcile_data
 from echelon.accelerator.models.save_weights import load_weights
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.update.optimizer import AcceleratedOptimizer
@@ -324,17 +324,7 @@ def _read_position(path: Path, rank: int, iteration: int, load_kwargs: dict[str,
     num_saved, num_processes = num_ranks_in_position(file), World.current().world_size
     # with fewer processes samples would be repeated
     if num_saved is not None and not rank < num_saved <= num_processes:
-        raise CheckpointError(
-            _(
-                "{path} stores data positions for {num_saved} process{es}, but this is rank {rank} of {world_size}",
-                path=path,
-                num_saved=num_saved,
-                es="es" if num_saved != 1 else "",
-                rank=rank,
-                world_size=num_processes,
-            ),
-            do=_("resume with the same number of processes, or without use_stateful_dataloader"),
-        )
+        raise positions_error(path, num_saved, rank=rank, world_size=num_processes)
     return position_on_rank(file, rank, iteration=iteration)
 
 

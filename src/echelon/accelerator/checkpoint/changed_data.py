@@ -120,6 +120,19 @@ def changed_data_error(source: object, changes: Sequence[str], positions: Sequen
 # ---- checkpoint layouts of other libraries --------------------------------------------------------------------------------
 
 
+def positions_error(source: object, num_saved: int, *, rank: int, world_size: int) -> CheckpointError:
+    """Return the error for positions of stateful loaders that were saved by another number of processes."""
+    what = _(
+        "{path} stores data positions for {num_saved} process{es}, but this is rank {rank} of {world_size}",
+        path=source,
+        num_saved=num_saved,
+        es="es" if num_saved != 1 else "",
+        rank=rank,
+        world_size=world_size,
+    )
+    return CheckpointError(what, do=_("resume with the same number of processes, or without use_stateful_dataloader"))
+
+
 def stored_facts(loader: Any) -> dict[str, Any] | None:
     """Return the data facts of ``loader`` as plain data; None for a loader that was not prepared."""
     return loader.data_facts().to_json() if isinstance(loader, PreparedLoader) else None

@@ -515,14 +515,7 @@ class Checkpoints:
                 for i, one in enumerate(self.custom_objects):
                     load_custom_state(one, folder, i)
                 for average in objects.averages:
-                    average.start_anew()
-                    warn(
-                        _(
-                            "{folder} has no averages of the weights, so the {average} starts with its weights",
-                            folder=folder,
-                            average=average,
-                        )
-                    )
+                    average.start_anew(folder)
             session.update.step = changes.get("step", session.update.step)
             session.restore_progress(changes.get("progress"))
         origin = self.store.origin(folder)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.accelerator.checkpoint.changed_data import DataPolicy, reconcile_data
+from echelon.accelerator.checkpoint.changed_data import DataPolicy, positions_error, reconcile_data
 from echelon.accelerator.models.weight_check import require_model_of_checkpoint
 from echelon.accelerator.rng_states import current_random_states, restore_random_states
 from echelon.accelerator.session import Session
@@ -522,14 +522,7 @@ def _load_averages(
         )
     for i, average in enumerate(session.objects.averages):
         if i >= len(saved):
-            average.start_anew()
-            warn(
-                _(
-                    "{folder} has no averages of the weights, so the {average} starts with its weights",
-                    folder=checkpoint.folder,
-                    average=average,
-                )
-            )
+            average.start_anew(checkpoint.folder)
             continue
 
         def read(number: int, j: int, is_needed: bool, i: int = i) -> torch.Tensor | None:
@@ -635,16 +628,8 @@ def _load_loaders(
             loader.load_saved(order, None)
             continue
         if num_saved != session.world.world_size:  # samples would be repeated or skipped
-            raise CheckpointError(
-                _(
-                    "{path} stores data positions for {num_saved} process{es}, but this is rank {rank} of {world_size}",
-                    path=checkpoint.folder,
-                    num_saved=num_saved,
-                    es="es" if num_saved != 1 else "",
-                    rank=session.world.rank,
-                    world_size=session.world.world_size,
-                ),
-                do=_("resume with the same number of processes, or without use_stateful_dataloader"),
+            raise positions_error(
+                checkpoint.folder, num_saved, rank=session.world.rank, world_size=session.world.world_size
             )
         loader.load_saved(order, positions[i] if i < len(positions) else None)
     session.epochs.load_own_state(own.get("pass") if num_saved == session.world.world_size else None)

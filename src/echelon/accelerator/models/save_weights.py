@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from echelon.accelerator.models.save_objects import bare_module
-from echelon.accelerator.models.weight_check import describe_mismatch, listed
+from echelon.accelerator.models.weight_check import describe_mismatch, listed, other_model_error
 from echelon.base.errors import CheckpointError
 from echelon.base.messages.translation import gettext as _, gettext_noop as N_
 from echelon.base.sharded import is_dtensor
@@ -60,15 +60,8 @@ def load_weights(
         may_be_unknown=lambda name: not strict or name in state,
     )
     if found:
-        raise CheckpointError(
-            _(
-                "{source} belongs to a different model than this {kind}: {found}",
-                source=source,
-                kind=type(bare).__name__,
-                found=found,
-            ),
-            do=_(advice) if strict else _("load the weights into the model they were saved from"),
-        )
+        do = _(advice) if strict else _("load the weights into the model they were saved from")
+        raise other_model_error(source, bare, found, do=do)
     # A sharded parameter takes this rank's shard.
     parts = {
         name: shard_like(value, state[name]) if is_dtensor(state.get(name)) else value for name, value in named.items()
@@ -89,16 +82,7 @@ def load_weights(
         loaded = {first[name] for name in own if name not in missing}
         missing = [name for name in missing if first[name] not in loaded]
     if strict and (missing or unexpected):
-        lists = listed({"missing": missing, "unexpected": unexpected})
-        raise CheckpointError(
-            _(
-                "{source} belongs to a different model than this {kind}: {found}",
-                source=source,
-                kind=type(bare).__name__,
-                found=lists,
-            ),
-            do=_(advice),
-        )
+        raise other_model_error(source, bare, listed({"missing": missing, "unexpected": unexpected}), do=_(advice))
 
 
 def _returns_other_names(model: nn.Module, state: Mapping[str, Any]) -> bool:

@@ -51,6 +51,17 @@ def shortened(names: Sequence[str], separator: str = ", ") -> str:
     return separator.join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
+def other_model_error(source: object, model: nn.Module, differences: str, *, do: str) -> CheckpointError:
+    """Return the error for weights in ``source`` that belong to another model than ``model``."""
+    what = _(
+        "{source} belongs to a different model than this {kind}: {found}",
+        source=source,
+        kind=type(model).__name__,
+        found=differences,
+    )
+    return CheckpointError(what, do=do)
+
+
 def require_model_of_checkpoint(
     checkpoint: Checkpoint,
     model: nn.Module,
@@ -94,15 +105,8 @@ def require_model_of_checkpoint(
         if first is not None and allowed.is_argument:
             names = f"'{piece}{first}', ..."
             advice = _("{advice}, or pass allow_missing=({names}) or strict=False", advice=advice, names=names)
-        raise CheckpointError(
-            _(
-                "{source} belongs to a different model than this {kind}: {found}",
-                source=checkpoint.folder,
-                kind=type(model).__name__,
-                found=found,
-            ),
-            do=_("{advice}; {start_over}", advice=advice, start_over=_(START_OVER)),
-        )
+        do = _("{advice}; {start_over}", advice=advice, start_over=_(START_OVER))
+        raise other_model_error(checkpoint.folder, model, found, do=do)
     return own.keys() - saved.keys()
 
 
