@@ -19,6 +19,15 @@ from torch.utils.checkpoint import checkpoint
 VOCABULARY = 32
 IGNORED = -100
 CLIP = 0.5
+GPT_PLAN = {
+    "embedding": "embedding_rowwise",
+    "blocks.*.attention.[qkv]": "colwise",
+    "blocks.*.attention.o": "rowwise",
+    "blocks.*.mlp.up": "colwise",
+    "blocks.*.mlp.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+"""How ``tiny_gpt`` is split by tensor parallelism."""
 
 
 class _Attention(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from echelon import Accelerator, DataLoaderConfiguration, ParallelismConfig, Trainer, TrainerCallback, TrainingArguments
 from echelon.base.warnings import EchelonWarning
 from echelon.utils import TorchContextParallelConfig, TorchTensorParallelConfig, shift_labels
-from tests.parallel_models import num_tokens
+from tests.parallel_models import GPT_PLAN, num_tokens
 from tests.prepared_loop import whole
 from tests.programs.mesh_program import (
     CLIP,
@@ -29,7 +29,7 @@ from tests.programs.mesh_program import (
     next_labels,
     sample_losses,
 )
-from tests.ranks.engines.test_tensor_parallel import GPT_PLAN, _sequence_parallel_plan
+from tests.ranks.engines.test_tensor_parallel import _sequence_parallel_plan
 
 
 def train(program: MeshProgram, folder: str | None, *, goes_on: bool = False) -> Found:

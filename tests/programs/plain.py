@@ -256,16 +256,8 @@ def rounds_of(program: Program, layout: Layout, loader: Any, pass_: Iterator[Any
     even, split = program.even_batches, program.split_batches
     if world_size == 1:
         return [[batch] for batch in batches]
-    if (
-        program.already_sharded
-    ):  # the script's own cut: sample i belongs to rank i % W, and the first ones complete the rest
-        samples = list(range(program.num_samples))
-        samples += (samples * world_size)[: -len(samples) % world_size]
-        by_rank = [
-            reference.batches_of(samples[rank::world_size], loader.batch_size, drop_last=program.drop_last)
-            for rank in range(world_size)
-        ]
-        return [list(round_) for round_ in zip(*by_rank)]
+    if program.already_sharded:
+        return rounds_of_own_cut(program, world_size, loader.batch_size)
     dispatches = program.data == "iterable" if program.dispatches is None else program.dispatches
     sizes = {"batch_sampler": None, "buckets": program.batch_size}  # such a loader has no batch size
     size = sizes.get(program.order, loader.batch_size)
@@ -287,6 +279,17 @@ def rounds_of(program: Program, layout: Layout, loader: Any, pass_: Iterator[Any
     return reference.dealt_batches(
         batches, world_size=world_size, batch_size=size, even=even, drop_last=program.drop_last
     )
+
+
+def rounds_of_own_cut(program: Program, world_size: int, batch_size: int) -> list[Round]:
+    """Return the rounds of data that the script cut itself: sample i belongs to rank i % W, and the first ones complete the rest."""
+    samples = list(range(program.num_samples))
+    samples += (samples * world_size)[: -len(samples) % world_size]
+    by_rank = [
+        reference.batches_of(samples[rank::world_size], batch_size, drop_last=program.drop_last)
+        for rank in range(world_size)
+    ]
+    return [list(round_) for round_ in zip(*by_rank)]
 
 
 def _schedule_steps(program: Program, layout: Layout) -> int:

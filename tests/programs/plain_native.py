@@ -16,7 +16,7 @@ from tests.programs.parts import (
     make_schedule,
     prediction_of,
 )
-from tests.programs.plain import Expected, clip_of
+from tests.programs.plain import Expected, clip_of, rounds_of_own_cut
 from tests.programs.program import Case
 from tests.reference import PlainLoop, Round
 
@@ -69,14 +69,8 @@ def run_native_plainly(case: Case) -> Expected:
 
 def _rounds(case: Case, rows: Rows, *, epoch: int) -> list[Round]:
     program, world_size = case.program, case.layout.world_size
-    if program.already_sharded:  # sample i belongs to rank i % W, and the first ones complete the rest
-        samples = list(range(program.num_samples))
-        samples += (samples * world_size)[: -len(samples) % world_size]
-        by_rank = [
-            reference.batches_of(samples[rank::world_size], program.batch_size, drop_last=program.drop_last)
-            for rank in range(world_size)
-        ]
-        return [list(round_) for round_ in zip(*by_rank)]
+    if program.already_sharded:
+        return rounds_of_own_cut(program, world_size, program.batch_size)
     if program.order in ("shuffle", "generator"):
         seed = program.seed + 3 if program.seedable else program.seed + 77 if program.order == "generator" else 0
         order = reference.permutation(program.num_samples, seed=seed, epoch=epoch)

@@ -21,7 +21,7 @@ from echelon.world.mesh import MeshLayout
 from echelon.world.world import World
 from tests.collective_traffic import CollectiveTraffic, Traffic
 from tests.harness import run_on_ranks
-from tests.parallel_models import VOCABULARY, tiny_gpt
+from tests.parallel_models import GPT_PLAN, VOCABULARY, tiny_gpt
 
 Counted = dict[tuple[str, tuple[str, ...]], Traffic]
 
@@ -144,14 +144,6 @@ def test_divided_experts_start_the_collectives_of_their_formula() -> None:
 
 
 _SHARDS, _SPLITS, _GPT_WIDTH, _BATCH = 8, 8, 64, (2, 16)
-_GPT_PLAN = {
-    "embedding": "embedding_rowwise",
-    "blocks.*.attention.[qkv]": "colwise",
-    "blocks.*.attention.o": "rowwise",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise",
-    "head": "colwise_gather_output",
-}
 
 
 def _split_layers(num_layers: int) -> Counted:
@@ -159,7 +151,7 @@ def _split_layers(num_layers: int) -> Counted:
     try:
         layout = ParallelismConfig(dp_shard_size=_SHARDS, tp_size=_SPLITS)
         mesh: Any = layout.get_device_mesh("cpu")
-        split = TensorParallelOptions(mesh=mesh["tp"], plan=_GPT_PLAN)
+        split = TensorParallelOptions(mesh=mesh["tp"], plan=GPT_PLAN)
         engine = FSDP2Engine(
             World.current(cpu=True), options=ShardingOptions(mesh=layout.parameter_mesh(), tensor_parallel=split)
         )

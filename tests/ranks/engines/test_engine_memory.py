@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from echelon import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from echelon.utils import TorchTensorParallelConfig
 from tests.harness import run_on_ranks
-from tests.parallel_models import tiny_gpt
-from tests.ranks.engines.test_tensor_parallel import GPT_PLAN, _sequence_parallel_plan
+from tests.parallel_models import GPT_PLAN, tiny_gpt
+from tests.ranks.engines.test_tensor_parallel import _sequence_parallel_plan
 
 PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 # Arguments of the Accelerator, by the names in the table.

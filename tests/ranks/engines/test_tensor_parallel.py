@@ -22,6 +22,7 @@ from echelon.utils import TorchTensorParallelConfig, load_checkpoint_in_model
 from tests.harness import errors_on_ranks, run_on_ranks
 from tests.parallel_models import (
     CLIP,
+    GPT_PLAN,
     PlainRun,
     mean_loss,
     new_optimizer,
@@ -34,14 +35,6 @@ from tests.parallel_models import (
 )
 from tests.prepared_loop import whole
 
-GPT_PLAN = {
-    "embedding": "embedding_rowwise",
-    "blocks.*.attention.[qkv]": "colwise",
-    "blocks.*.attention.o": "rowwise",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise",
-    "head": "colwise_gather_output",
-}
 LAYOUTS = {
     "tp 2": {"tp_size": 2},
     "tp 4": {"tp_size": 4},

@@ -28,18 +28,10 @@ from echelon.world.mesh import AXES, MeshLayout
 from echelon.world.world import World
 from tests.collective_traffic import CollectiveTraffic, Traffic
 from tests.harness import run_on_ranks
-from tests.parallel_models import tiny_gpt
+from tests.parallel_models import GPT_PLAN, tiny_gpt
 from tests.plan_models import DrawnModel, LoRALinear, facts_of
 
 Counted = dict[tuple[str, tuple[str, ...]], tuple[int, int]]
-_PLAN = {
-    "embedding": "embedding_rowwise",
-    "blocks.*.attention.[qkv]": "colwise",
-    "blocks.*.attention.o": "rowwise",
-    "blocks.*.mlp.up": "colwise",
-    "blocks.*.mlp.down": "rowwise",
-    "head": "colwise_gather_output",
-}
 
 
 def _model(kind: str) -> nn.Module:
@@ -209,7 +201,7 @@ def _split_layers() -> Counted:
     try:
         layout = ParallelismConfig(dp_shard_size=SHARDS, tp_size=PIECES)
         mesh: Any = layout.get_device_mesh("cpu")
-        split = TensorParallelOptions(mesh=mesh["tp"], plan=_PLAN)
+        split = TensorParallelOptions(mesh=mesh["tp"], plan=GPT_PLAN)
         engine = FSDP2Engine(
             World.current(cpu=True), options=ShardingOptions(mesh=layout.parameter_mesh(), tensor_parallel=split)
         )
@@ -227,8 +219,8 @@ def _split_layers() -> Counted:
 
 def _style(name: str) -> str:
     module, _, kind = name.rpartition(".")
-    pattern = next((p for p in _PLAN if fnmatchcase(module, p)), "")
-    style = _PLAN.get(pattern, "")
+    pattern = next((p for p in GPT_PLAN if fnmatchcase(module, p)), "")
+    style = GPT_PLAN.get(pattern, "")
     return "" if style == "rowwise" and kind == "bias" else style
 
 
