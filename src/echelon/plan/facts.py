@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,6 +51,7 @@ class ModelFacts:
     stage_pieces: tuple[
         tuple[str, ...], ...
     ] = ()  # modules that a pipeline keeps together, in their order; (): it cannot be cut
+    piece_sizes: tuple[int, ...] = ()  # of each of these pieces, by which stages are balanced
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class LayoutPlan:
     flops: int
     checkpoint_bytes: int
     seconds: float  # of one optimizer step, by a roofline: for ranking
-    formulas: Mapping[str, str] = field(default_factory=dict)  # the formula behind each number, for --explain
+    formulas: Callable[[], Mapping[str, str]] = dict  # the formula behind each number, for --explain
     refused: str = ""  # why this layout cannot run the model; the numbers are then zero
     worst_peak: int = 0  # the peak if all tokens choose the experts of one rank; without experts, ``peak``
     notes: tuple[str, ...] = ()  # what is estimated by a rule, or not counted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from echelon.base.messages.translation import gettext as _
 from echelon.engines.optimizer_copy import attribute_with_parameters, copy_optimizer
 from echelon.engines.quantized_weights import wrapped_tensors
 from echelon.plan.fake_run import fake_like
+from echelon.plan.repeated_blocks import NotPeriodicError, RepeatedBlocks
 from echelon.precision.policy import LOW_PRECISION
 
 # As in accelerator/master_weights.py: their kernels do not take float32 inputs with low-precision weights.
@@ -28,31 +29,43 @@ _NORMS = (
 )
 
 
-def fake_model(model: nn.Module, mode: FakeTensorMode, *, masters: bool) -> tuple[nn.Module, dict[int, nn.Parameter]]:
-    """Return a copy of ``model`` with fake parameters and buffers, and its parameters by the id of the original ones.
+def fake_model(
+    model: nn.Module, mode: FakeTensorMode, *, masters: bool, repeated: Sequence[RepeatedBlocks] = ()
+) -> tuple[nn.Module, dict[int, nn.Parameter], Mapping[int, Any]]:
+    """Return a copy of ``model`` with fake parameters and buffers, and its parameters and all its objects by the id of the original ones.
 
     Args:
         masters: whether trained low-precision parameters, and what must follow them, are float32.
+        repeated: lists of blocks, of which the copy has only those that are traced.
 
     Raises:
+        NotPeriodicError: the model reaches blocks by other ways than the list.
         UsageError: the model cannot be copied.
     """
+    left_out = [one.blocks[number] for one in repeated for number in one.left_out]
+    kept = {module for one in repeated for block in one.traced for module in block.modules()}
+    skipped = {module for block in left_out for module in block.modules()} - kept
+    modules = [module for module in model.modules() if module not in skipped]
     to_float32 = {id(one) for one in cast_to_masters(model)} if masters else set[int]()
     memo: dict[int, Any] = {}
     fakes: dict[int, nn.Parameter] = {}
-    for parameter in model.parameters():
+    for parameter in {p: None for module in modules for p in module.parameters(recurse=False)}:
         if isinstance(parameter, FakeTensor) or not wrapped_tensors(parameter):
             dtype = torch.float32 if id(parameter) in to_float32 else parameter.dtype
             fakes[id(parameter)] = memo[id(parameter)] = fake_parameter(parameter, mode, dtype)
-    for buffer in model.buffers():
+    for buffer in {b: None for module in modules for b in module.buffers(recurse=False)}:
         memo[id(buffer)] = fake_like(buffer, mode, dtype=torch.float32 if id(buffer) in to_float32 else None)
-    for module in model.modules():
+    for module in modules:
         for name, hooks in vars(module).items():
             if name.endswith("_hooks") and isinstance(hooks, dict) and any(map(_is_ours, hooks.values())):
                 # They belong to the run that prepared the model.
                 memo[id(hooks)] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
+    short = [(one, nn.ModuleList()) for one in repeated]
+    memo |= {id(one.modules): blocks for one, blocks in short}
     try:
         copied = copy.deepcopy(model, memo)
+        for one, blocks in short:
+            blocks.extend(copy.deepcopy(block, memo) for block in one.traced)
     except Exception as error:  # of the model's own classes
         raise UsageError(
             _("{name} cannot be copied for a plan: {reason}", name=type(model).__name__, reason=error),
@@ -60,7 +73,9 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, *, masters: bool) -> tupl
                 "keep tensors that depend on weights out of the attributes of modules, and give modules with handles a __deepcopy__"
             ),
         ) from error
-    return copied, fakes
+    if any(id(block) in memo for block in left_out):
+        raise NotPeriodicError
+    return copied, fakes, memo
 
 
 def compiles_its_step(optimizer: Optimizer) -> bool:

@@ -46,6 +46,8 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # autograd asks for it more often than it runs operators
         kwargs = kwargs or {}
         result = self._run(func, args, kwargs)
         self._observe(func, args, kwargs, result)

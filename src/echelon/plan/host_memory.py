@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from echelon.plan.facts import Cluster, ModelFacts, ParallelLayout, StepTrace
-from echelon.plan.holdings import RankClass, holdings, state_as_stored, tensor_bytes
+from echelon.plan.holdings import Holding, state_as_stored, tensor_bytes
 from echelon.plan.sizes import buffer_dtype, has_masters, item_bytes, numel, stored_dtype
 
 
 def host_memory(
-    model: ModelFacts, trace: StepTrace, layout: ParallelLayout, cluster: Cluster, rank: RankClass
+    model: ModelFacts, trace: StepTrace, layout: ParallelLayout, cluster: Cluster, held: Sequence[Holding]
 ) -> Mapping[str, int]:
     """Return peaks by what happens: at load, at save, and of what is offloaded, of rank zero and of a machine.
 
@@ -30,7 +30,7 @@ def host_memory(
         "rank 0 at save": at_save,
         "a machine at save": at_save + largest * (per_machine - 1),
     }
-    offloaded = sum(h.num_bytes for h in holdings(model, layout, rank) if h.on_host)
+    offloaded = sum(h.num_bytes for h in held if h.on_host)
     offloaded += max((moment.offloaded for moment in trace.moments), default=0) // layout.cp
     if offloaded:
         found["offload, a rank"] = offloaded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from echelon.base.messages.translation import gettext as _
 from echelon.plan.devices import Hardware, hardware_of
@@ -16,7 +17,7 @@ from echelon.plan.facts import (
     StepTrace,
     refused_plan,
 )
-from echelon.plan.holdings import RankClass, fullest_rank
+from echelon.plan.holdings import RankClass, fullest_rank, holdings
 from echelon.plan.host_memory import checkpoint_bytes, host_memory
 from echelon.plan.sharding import sharding_units, split_dim
 from echelon.plan.sizes import has_masters, stored_dtype
@@ -55,7 +56,8 @@ def plan_layout(
     moments, rank = _fullest(model, trace, layout)
     peak = max(moments, key=lambda one: one.total)
     costs = _merged(collectives(model, trace, layout, rank))
-    time = step_time(model, trace, layout, cluster, hardware, costs, rank)
+    held = holdings(model, layout, rank)
+    time = step_time(model, trace, layout, cluster, hardware, costs, rank, held)
     return LayoutPlan(
         layout=layout,
         memory=peak.by_category,
@@ -63,12 +65,12 @@ def plan_layout(
         peak_phase=peak.moment.phase,
         peak_line=peak.moment.line,
         timeline=tuple(one.total for one in moments),
-        host_memory=host_memory(model, trace, layout, cluster, rank),
+        host_memory=host_memory(model, trace, layout, cluster, held),
         collectives=costs,
         flops=sum(trace.flops.values()) * layout.accumulation,
         checkpoint_bytes=checkpoint_bytes(model, layout),
         seconds=time.total,
-        formulas=formulas(model, trace, layout, rank, peak, costs, time, hardware),
+        formulas=partial(formulas, model, trace, layout, rank, peak, costs, time, hardware),
         worst_peak=_worst_peak(model, trace, layout, rank, peak),
         notes=tuple(_notes(layout, hardware)),
     )

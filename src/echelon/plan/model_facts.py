@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +21,23 @@ def model_facts(
     units: Iterable[str],
     fakes: Mapping[int, nn.Parameter],
     optimizer: Optimizer,
-    twins: Mapping[int, nn.Parameter],
+    groups: Sequence[Mapping[str, Any]],
 ) -> ModelFacts:
     """Return the facts of ``model`` as it was loaded.
 
     Args:
         units: names of the modules that ``fully_shard`` shards as one.
-        fakes: the parameters that ``optimizer`` holds, by the id of those of ``model``.
-        twins: the parameters whose states stand for those of others, by the id of these.
+        fakes: the parameters that ``optimizer`` holds, or those whose states stand for them, by the id of those of ``model``.
+        groups: of the optimizer, with parameters of ``model`` or those in ``fakes``.
     """
-    ordered = [name for name, _module in model.named_modules() if name in {*units}]
+    chosen = {*units}
+    ordered = [name for name, _module in model.named_modules() if name in chosen]
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
-    groups = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    numbers = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
     # Tables that several parameters share, such as those of bitsandbytes, are those of the first one.
     holders = Counter(id(one) for state in optimizer.state.values() for one in {*tensors_in(state)})
     counted: set[int] = set()
@@ -45,7 +46,7 @@ def model_facts(
     for key, parameter in parameters.items():
         fake = fakes.get(key, parameter)
         first, *others = names[key]
-        kept = list({id(one): one for one in tensors_in(optimizer.state.get(twins.get(id(fake), fake), {}))}.values())
+        kept = list({id(one): one for one in tensors_in(optimizer.state.get(fake, {}))}.values())
         state = [one for one in kept if holders[id(one)] == 1 or id(one) not in counted]
         counted.update(map(id, kept))
         found.append(
@@ -56,7 +57,7 @@ def model_facts(
                 unit=max((one for one in ordered if first.startswith(f"{one}.")), key=len, default=""),
                 state=tuple(map(_tensor_facts, state)),
                 other_names=tuple(others),
-                group=groups.get(id(fake)),
+                group=numbers.get(key, numbers.get(id(fake))),
                 is_shardable=key not in whole,
             )
         )

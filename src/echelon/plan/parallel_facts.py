@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +14,10 @@ from echelon.engines.pipeline_parallel.stages import pieces_of
 from echelon.engines.state_dicts import plain_name
 from echelon.engines.tensor_parallel.plan import matches_pattern, model_configs, model_plan
 from echelon.engines.tensor_parallel.styles import STYLES
-from echelon.plan.facts import ModelFacts
+from echelon.plan.facts import ModelFacts, ParameterFacts
 from echelon.plan.fake_copy import cast_to_masters
 from echelon.plan.sharding import split_dim
+from echelon.plan.sizes import numel
 
 
 def add_parallel_facts(model: nn.Module, facts: ModelFacts) -> ModelFacts:
@@ -47,13 +50,26 @@ def add_parallel_facts(model: nn.Module, facts: ModelFacts) -> ModelFacts:
         replace(own, follows_masters=id(buffer) in cast)
         for own, buffer in zip(facts.buffers, model.buffers(), strict=True)
     ]
+    pieces = tuple(pieces_of(model)[1])
     return replace(
         facts,
         parameters=tuple(parameters),
         buffers=tuple(buffers),
         head_counts=tuple(count for count in heads if isinstance(count, int)),
-        stage_pieces=tuple(pieces_of(model)[1]),
+        stage_pieces=pieces,
+        piece_sizes=_piece_sizes(parameters, pieces),
     )
+
+
+def _piece_sizes(parameters: Iterable[ParameterFacts], pieces: Iterable[Iterable[str]]) -> tuple[int, ...]:
+    """Return the numbers by which ``prepare_pipeline`` balances stages: of the elements of each piece, and of its modules."""
+    elements: Counter[str] = Counter()  # of each module, with those inside it
+    for p in parameters:
+        holders = {
+            name.rsplit(".", cut)[0] for name in (p.name, *p.other_names) for cut in range(1, name.count(".") + 1)
+        }
+        elements.update(dict.fromkeys(holders, numel(p.tensor.shape)))
+    return tuple(sum(1 + elements[module] for module in piece) for piece in pieces)
 
 
 def _styles(model: nn.Module) -> dict[str, str]:

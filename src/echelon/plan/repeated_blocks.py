@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,7 @@ class NotPeriodicError(Exception):
 class RepeatedBlocks:
     """A list of equal blocks of which the first three and the last are traced. The third stands for those left out."""
 
-    parent: nn.Module
-    attribute: str
+    modules: nn.ModuleList
     name: str
     blocks: tuple[nn.Module, ...]
 
@@ -35,9 +34,10 @@ class RepeatedBlocks:
         """Numbers of the blocks that are not traced."""
         return range(3, len(self.blocks) - 1)
 
-    def shorten(self) -> None:
-        """Leave blocks out of the model."""
-        setattr(self.parent, self.attribute, nn.ModuleList([*self.blocks[:3], self.blocks[-1]]))
+    @property
+    def traced(self) -> tuple[nn.Module, ...]:
+        """The blocks that are traced."""
+        return (*self.blocks[:3], self.blocks[-1])
 
     def twins(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Yield the parameters of the third block, each with the one in its place in each block that was left out."""
@@ -56,14 +56,13 @@ class RepeatedBlocks:
 def repeated_blocks(model: nn.Module) -> Iterator[RepeatedBlocks]:
     """Yield the lists in ``model`` of many blocks with the same classes, sizes and settings, outer ones only."""
     inside: set[nn.Module] = set()
-    parents = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
     for name, module in model.named_modules():
         if module in inside or not isinstance(module, nn.ModuleList) or len(module) < _FEWEST:
             continue
         first = _signature(module[0])
-        if module in parents and all(_signature(block) == first for block in module):
+        if module is not model and all(_signature(block) == first for block in module):
             inside.update(module.modules())
-            yield RepeatedBlocks(*parents[module], name, tuple(module))
+            yield RepeatedBlocks(module, name, tuple(module))
 
 
 def _signature(block: nn.Module) -> list[Any]:
@@ -112,6 +111,13 @@ class _Repetition:
             raise NotPeriodicError
         self._up_size = self._up[3] - self._up[2]
         self._down_size = self._down[1] - self._down[2]
+        self._segments: list[int | None] = [None] * (len(operators) + 1)  # of each place
+        for segment in range(4):
+            up, down = self._up[segment], self._down[segment]
+            up_end = self._up[segment + 1] if segment < 3 else up + self._up_size
+            down_end = self._down[segment - 1] if segment else min(down + self._down_size, len(operators))
+            self._segments[up:up_end] = [segment] * (up_end - up)
+            self._segments[down:down_end] = [segment] * (down_end - down)
 
     def result(self) -> tuple[list[Operator], list[Storage]]:
         up, down = self._up, self._down
@@ -157,40 +163,60 @@ class _Repetition:
         """Return when something happens to a storage of ``block``, as it would be for another block."""
         if place is None:
             return None
-        segment = self._segment(place)
-        return place if segment is None else (segment - block, *self._offset(place))
+        segment = self._reached(place)
+        if segment is None:
+            return place
+        way, offset = self._offset(place)
+        if way == "down" and segment == block - 1:
+            # In the block that runs next. If inputs need no gradient, as with adapters, the first block's backward pass is shorter than
+            # the others', so that places in it are not those in other blocks.
+            return -1, way
+        return segment - block, way, offset
+
+    def _reached(self, place: int) -> int | None:
+        """Return the block among those traced in which something ends; 4: as soon as the last one has run."""
+        return 4 if place == self._up[3] + self._up_size else self._segment(place)
 
     def _offset(self, place: int) -> tuple[str, int]:
-        segment = self._segment(place)
+        segment = self._reached(place)
         assert segment is not None, place
+        if segment == 4:
+            return "up", 0
         is_forward = place < self._down[3]
         return ("up", place - self._up[segment]) if is_forward else ("down", place - self._down[segment])
 
     def _segment(self, place: int) -> int | None:
         """Return the block among those traced that runs the operator at ``place``."""
-        for segment in (0, 1, 2, 3):
-            up, down = self._up[segment], self._down[segment]
-            if up <= place < (self._up[segment + 1] if segment < 3 else up + self._up_size):
-                return segment
-            if down <= place < (self._down[segment - 1] if segment else down + self._down_size):
-                return segment
-        return None
+        return self._segments[place] if place >= 0 else None
 
     def _renamed(self, start: int, end: int, number: int) -> Iterator[Operator]:
         third = self._repeated.unit(2)
         for one in self._operators[start:end]:
             inside = self._repeated.holds(2, one.unit)
-            yield replace(one, unit=self._repeated.unit(number) + one.unit.removeprefix(third)) if inside else one
+            unit = self._repeated.unit(number) + one.unit.removeprefix(third)
+            yield Operator(one.phase, unit, one.line, one.inside) if inside else one
 
     def _moved(self, storage: Storage, number: int | None) -> Storage:
         """Return the storage as block ``number`` has it (None: of no block)."""
-        times: dict[str, Any] = {key: getattr(storage, key) for key in _TIMES}
-        return replace(storage, **{key: self._time(value, storage, number) for key, value in times.items()})  # type: ignore[arg-type]
+        own = self._segment(storage.made)
+        made = self._time(storage.made, own, number)
+        assert made is not None
+        return Storage(
+            num_bytes=storage.num_bytes,
+            made=made,
+            freed=self._time(storage.freed, own, number),
+            kind=storage.kind,
+            away_from=self._time(storage.away_from, own, number),
+            away_until=self._time(storage.away_until, own, number),
+        )
 
-    def _time(self, place: int | None, storage: Storage, number: int | None) -> int | None:
+    def _time(self, place: int | None, own: int | None, number: int | None) -> int | None:
+        """Return when something happens to a storage of the traced block ``own`` (None: of no block) as block ``number`` has it."""
         if place is None:
             return None
-        own, segment = self._segment(storage.made), self._segment(place)
+        segment = self._reached(place)
+        if (own, segment) == (1, 3) and place < self._down[3]:  # the next but one, as of the third block
+            return self._place(3, *self._offset(place))
         if number is None or own is None or segment is None or own < 2:
             return self._mapped(place)
         return self._place(number + segment - own, *self._offset(place))
@@ -203,6 +229,8 @@ class _Repetition:
     def _place(self, number: int, way: str, offset: int) -> int:
         """Return where block ``number`` of the model has the operator at ``offset``."""
         last = self._repeated.left_out.stop
+        if number > last:
+            return self._mapped(self._up[3] + self._up_size)
         starts = self._up if way == "up" else self._down
         if number in (0, 1, last) or (number == 2 and way == "up"):
             return self._mapped(starts[3 if number == last else number]) + offset

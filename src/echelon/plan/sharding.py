@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heapify, heapreplace
 
 from echelon.plan.facts import ModelFacts, ParallelLayout, ParameterFacts
@@ -104,17 +104,15 @@ def parameters_of_stage(model: ModelFacts, layout: ParallelLayout, stage: int) -
 
 def stage_pieces(model: ModelFacts, layout: ParallelLayout, stage: int) -> tuple[tuple[str, ...], ...]:
     """Return the pieces of the model that stage ``stage`` computes: consecutive ones, as ``prepare_pipeline`` balances them."""
+    begin, end = _stage_ranges(model.piece_sizes, layout.pp)[stage]
+    return model.stage_pieces[begin:end]
+
+
+@lru_cache(maxsize=64)
+def _stage_ranges(sizes: tuple[int, ...], num_stages: int) -> list[tuple[int, int]]:
     from echelon.engines.pipeline_parallel.stages import balanced_ranges  # noqa: PLC0415 - slow to import, and only pipelines need it
 
-    elements: Counter[str] = Counter()  # of each module, with those inside it
-    for p in model.parameters:
-        holders = {
-            name.rsplit(".", cut)[0] for name in (p.name, *p.other_names) for cut in range(1, name.count(".") + 1)
-        }
-        elements.update(dict.fromkeys(holders, numel(p.tensor.shape)))
-    sizes = [sum(1 + elements[module] for module in piece) for piece in model.stage_pieces]
-    begin, end = balanced_ranges(sizes, layout.pp)[stage]
-    return model.stage_pieces[begin:end]
+    return balanced_ranges(sizes, num_stages)
 
 
 # ---- owners of zero1 ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from echelon.plan.facts import ModelFacts, Moment, ParallelLayout, StepTrace
 from echelon.plan.holdings import RankClass, device_bytes, holdings, owned_elements
@@ -17,8 +18,17 @@ class MemoryMoment:
     """Bytes by category while one operator runs."""
 
     moment: Moment
-    by_category: Mapping[str, int]
+    changing: Mapping[str, int]
+    """What changes during the step."""
+    static: Mapping[str, int]
+    """What is held all the time."""
     total: int
+
+    @property
+    def by_category(self) -> Mapping[str, int]:
+        found = Counter(self.static)
+        found.update(self.changing)
+        return {name: size for name, size in found.items() if size}
 
 
 def memory_over_step(
@@ -38,22 +48,20 @@ def memory_over_step(
     own = _own_moments(model, trace, layout, rank, expert_load=expert_load)
     engine = _Fsdp2Step(model, layout, rank) if layout.engine == "fsdp2" else _CopiesStep(layout, gradients)
     owned, trained = owned_elements(model, layout, rank)
+    static["batch"] = allocated(trace.batch_bytes // layout.cp)
+    held = sum(static.values())
+    # The optimizer's temporaries have the sizes of what it steps. Offloaded shards are stepped on the CPU.
+    stepped = 0.0 if layout.cpu_offload else owned / max(1, trained)
     found = []
     before: Moment | None = None
     for moment, after in zip(own, [*own[1:], None]):
-        extra = engine.memory(moment, before, after)
-        is_optimizer = moment.phase == "optimizer"
-        # The optimizer's temporaries have the sizes of what it steps. Offloaded shards are stepped on the CPU.
-        share = (0.0 if layout.cpu_offload else owned / max(1, trained)) if is_optimizer else 1.0
-        by_category = Counter(static)
-        by_category.update(extra)
-        by_category["activations"] += moment.activations
-        by_category["temporaries"] += int(moment.temporaries * share)
-        by_category["batch"] += allocated(trace.batch_bytes // layout.cp)
+        changing = engine.memory(moment, before, after)
+        temporaries = int(moment.temporaries * stepped) if moment.phase == "optimizer" else moment.temporaries
+        changing["temporaries"] = changing.get("temporaries", 0) + temporaries
+        changing["activations"] = moment.activations
         if layout.engine != "fsdp2":
-            by_category["low-precision copies of weights"] += moment.weight_copies
-        kept = {name: size for name, size in by_category.items() if size}
-        found.append(MemoryMoment(moment, kept, sum(kept.values())))
+            changing["low-precision copies of weights"] = moment.weight_copies
+        found.append(MemoryMoment(moment, changing, static, held + sum(changing.values())))
         before = moment
     return tuple(found)
 
@@ -69,6 +77,8 @@ def _own_moments(
     kept = 0
     if layout.pp > 1:
         moments, kept = _of_stage(model, trace, layout, rank.stage)
+    if layout.tp == layout.cp == 1 and not kept and expert_load == 1.0:
+        return list(moments)
     divided = []
     with_experts = {p.unit for p in model.parameters if p.is_expert}
     for moment in moments:
@@ -209,21 +219,27 @@ class _Fsdp2Step:
         self._layout = layout
         self._sizes = {unit.name: _sizes(unit, layout, masters=masters) for unit in units}
         self._order = [name for name in self._sizes if name]
+        self._places = {name: place for place, name in enumerate(self._order)}
         self._root = self._sizes.get("", _NOTHING)
+        # Of the first units together, for each number of them.
+        self._gathered_before = [0, *accumulate(self._sizes[name].gathered for name in self._order)]
         self._stored = sum(sizes.stored for sizes in self._sizes.values())
         self._computed = sum(sizes.gradients for sizes in self._sizes.values())
         self._current = ""  # the last unit that was gathered
-        self._done: list[str] = []  # units whose gradients are reduced
-        self._stored_done = 0
+        self._done: set[str] = set()  # units whose gradients are reduced
+        self._last_reduction = 0  # of the unit that was reduced last
+        self._stored_done = self._held_done = 0
+        self._held = sum(sizes.held for sizes in self._sizes.values())
+        self._kept = self._gathered_before[-1]  # of units whose gradients are not reduced yet
         self._phase = "forward"
         self._keeps = layout.stage == 2 or layout.pp > 1
         # Micro-steps before the last one leave whole gradients (no_sync), and so do all micro-batches of a pipeline.
-        self._accumulates = layout.accumulation > 1
+        self._left = sum(sizes.accumulated for sizes in self._sizes.values()) if layout.accumulation > 1 else 0
 
     def memory(self, moment: Moment, before: Moment | None, after: Moment | None) -> dict[str, int]:
         """Return the bytes that the engine adds at ``moment``, by category."""
         if moment.phase == "optimizer":
-            return {"gradients": sum(sizes.held for sizes in self._sizes.values())}
+            return {"gradients": self._held}
         if moment.phase == "forward":
             return self._forward(moment)
         if self._phase == "forward":
@@ -236,8 +252,7 @@ class _Fsdp2Step:
         is_entered = bool(own) and moment.unit != self._current
         gathered = self._root.gathered
         if self._keeps:
-            last = self._order.index(own[-1]) + 1 if own else self._num_entered()
-            gathered += sum(self._sizes[name].gathered for name in self._order[:last])
+            gathered += self._gathered_before[self._places[own[-1]] + 1 if own else self._num_entered()]
         else:
             gathered += sum(self._sizes[name].gathered for name in own)
         buffer = sum(self._sizes[name].buffer for name in own) if own else previous.buffer
@@ -246,39 +261,30 @@ class _Fsdp2Step:
             before_copy = gathered - sum(self._sizes[name].gathered for name in own)
             total = max(total, before_copy + previous.buffer + buffer + sum(self._sizes[name].cast for name in own))
             self._current = moment.unit
-        return {"gathered parameters": total, "unreduced gradients": self._accumulated(())}
+        return {"gathered parameters": total, "unreduced gradients": self._left}
 
     def _num_entered(self) -> int:
-        return self._order.index(self._current) + 1 if self._current in self._order else 0
+        return self._places.get(self._current, -1) + 1
 
     def _with_experts(self, unit: str) -> list[str]:
-        return [name for name in self._order if name in (unit, f"{unit}.experts")] if unit else []
-
-    def _accumulated(self, done: Sequence[str]) -> int:
-        """Return the bytes of whole gradients that earlier micro-steps have left."""
-        if not self._accumulates:
-            return 0
-        return sum(sizes.accumulated for name, sizes in self._sizes.items() if name not in done)
+        # The unit of experts comes before that of the rest of a block.
+        return [name for name in (f"{unit}.experts", unit) if name in self._places] if unit else []
 
     def _backward(self, moment: Moment, after: Moment | None) -> dict[str, int]:
         own = self._with_experts(moment.unit)
         if own:
             self._current = moment.unit
-        first = self._order.index(own[0]) if own else self._next_in_backward()
+        first = self._places[own[0]] if own else self._next_in_backward()
         ahead = self._sizes[self._order[first - 1]].buffer if 0 < first <= len(self._order) and not self._keeps else 0
         gathered = self._root.gathered + sum(self._sizes[name].gathered for name in own)
         if self._keeps:
-            gathered = self._root.gathered + sum(
-                sizes.gathered for name, sizes in self._sizes.items() if name and name not in self._done
-            )
-        unreduced = self._new_gradients(moment)
-        last_reduction = self._sizes[self._done[-1]].reduction if self._done else 0
-        reduced = sum(self._sizes[name].held for name in self._done)
+            gathered = self._root.gathered + self._kept
+        last_reduction = self._last_reduction
         found = {
             "gathered parameters": gathered + ahead,
-            "unreduced gradients": unreduced + self._accumulated(self._done),
+            "unreduced gradients": self._new_gradients(moment) + self._left,
             "reduction buffers": last_reduction,
-            "gradients": reduced,
+            "gradients": self._held_done,
         }
         leaves = after is None or after.phase != "backward" or (own and after.unit != moment.unit)
         if not leaves or self._layout.pp > 1:
@@ -293,12 +299,25 @@ class _Fsdp2Step:
         while_reducing = (0 if self._keeps or not own else self._root.gathered + ahead) + reduction
         if self._keeps:
             while_reducing += gathered - sum(self._sizes[name].gathered for name in own)
-        self._done += (done := [name for name in finished if name in self._sizes])
-        self._stored_done += sum(self._sizes[name].stored for name in done)
+        for name in finished:
+            self._finish(name)
         if while_reducing > found["gathered parameters"] + last_reduction + moment.temporaries:
             found["reduction buffers"] = reduction
             found["gathered parameters"] = while_reducing - reduction
         return found
+
+    def _finish(self, name: str) -> None:
+        """Note that the gradients of a unit are reduced."""
+        if name not in self._sizes:
+            return
+        sizes = self._sizes[name]
+        self._last_reduction = sizes.reduction
+        if name not in self._done:  # a block can be left and entered again
+            self._done.add(name)
+            self._stored_done += sizes.stored
+            self._held_done += sizes.held
+            self._left -= sizes.accumulated if self._layout.accumulation > 1 else 0
+            self._kept -= sizes.gathered if name else 0
 
     def _next_in_backward(self) -> int:
         """Return the place after the unit that the backward pass enters next."""

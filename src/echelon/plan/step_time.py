@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from echelon.plan.devices import Hardware, Link
 from echelon.plan.facts import Cluster, CollectiveCost, ModelFacts, ParallelLayout, StepTrace
-from echelon.plan.holdings import RankClass, holdings, owned_elements
+from echelon.plan.holdings import Holding, RankClass, owned_elements
 from echelon.plan.sharding import stage_pieces
 from echelon.plan.sizes import computed_dtype
 
@@ -42,6 +42,7 @@ def step_time(
     hardware: Hardware,
     costs: Sequence[CollectiveCost],
     rank: RankClass,
+    held: Sequence[Holding],
 ) -> StepTime:
     """Return the time of a step of the slowest stage.
 
@@ -50,15 +51,13 @@ def step_time(
     stages) and zero1's broadcasts do not.
     """
     compute = layout.accumulation * _micro_step(model, trace, layout, hardware, rank)
-    owned = [h.num_bytes for h in holdings(model, layout, rank) if h.category != "buffers"]
+    owned = [h.num_bytes for h in held if h.category != "buffers"]
     _, trained = owned_elements(model, layout, rank)
     bandwidth = hardware.host.bandwidth if layout.cpu_offload else hardware.device.bandwidth * EFFICIENCY
     optimizer = 2 * sum(owned) / bandwidth if trained else 0.0
     offload = 0.0
     if layout.cpu_offload:  # shards go to the device for each gather, and their gradients come back
-        shards = sum(
-            h.num_bytes for h in holdings(model, layout, rank) if h.on_host and h.category != "optimizer state"
-        )
+        shards = sum(h.num_bytes for h in held if h.on_host and h.category != "optimizer state")
         offload = (2 * layout.accumulation + 1) * shards / hardware.host.bandwidth
     compute += sum(map(_copied_bytes, costs)) / (hardware.device.bandwidth * EFFICIENCY)
     hidden, shown = 0.0, 0.0

@@ -104,7 +104,12 @@ def _trace(
 ) -> tuple[ModelFacts, StepTrace]:
     mode = fake_mode()
     masters = settings.mixed_precision != "no" and settings.master_weights == "float32"
-    copied, fakes = fake_model(model, mode, masters=masters)
+    names = {module: name for name, module in model.named_modules()}
+    sharded = modules_to_shard(model, sharding or ShardingOptions())
+    # Blocks that differ are all traced; so are those of a layout whose blocks are not units.
+    repeated = [one for one in repeated_blocks(model) if is_short and {*sharded} >= {*one.blocks}]
+    copied, fakes, copies = fake_model(model, mode, masters=masters, repeated=repeated)
+    units = {copies[id(module)]: names[module] for module in sharded if id(module) in copies}
     copied.train()
     stepping = fake_optimizer(optimizer, fakes, copied, device=device)
     batch = map_tensors(lambda one: _without_memory(one, mode), batch)
@@ -112,13 +117,6 @@ def _trace(
         adapt(copied, settings)
     if settings.loss_chunk is not None:
         chunk_loss(copied, settings.loss_chunk)
-    names = {module: name for name, module in copied.named_modules()}
-    units = {module: names[module] for module in modules_to_shard(copied, sharding or ShardingOptions())}
-    # Blocks that differ are all traced; so are those of a layout whose blocks are not units.
-    repeated = [one for one in repeated_blocks(copied) if is_short and units.keys() >= {*one.blocks}]
-    for one in repeated:
-        one.shorten()
-
     recorder = TracedStep(copied, units, device=device)
     if settings.activation_checkpointing != "none":
         where = "activation_checkpointing"
@@ -140,12 +138,16 @@ def _trace(
             if repeated:  # again, with its states
                 recorder.run_optimizer(stepping)
             for one in repeated:
-                recorder.run_optimizer(stepping, without=one.blocks[2])
+                recorder.run_optimizer(stepping, without=copies[id(one.blocks[2])])
             recorder.name_states(stepping)
     finally:
         restore_states(torch.device("cpu"), states)
-    twins = {id(new): old for one in repeated for old, new in one.twins()}
-    facts = model_facts(model, units.values(), fakes, stepping, twins)
+    for one in repeated:
+        for old, new in one.twins():
+            if id(old) in fakes:
+                fakes.setdefault(id(new), fakes[id(old)])
+    groups = optimizer.param_groups if isinstance(optimizer, Optimizer) else stepping.param_groups
+    facts = model_facts(model, [names[module] for module in sharded], fakes, stepping, groups)
     trace = recorder.trace(settings, batch, repeated)
     if compiles_its_step(stepping):
         moments = (replace(one, temporaries=0) if one.phase == "optimizer" else one for one in trace.moments)

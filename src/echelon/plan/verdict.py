@@ -158,22 +158,23 @@ class Traces:
         return self._exact[settings]
 
     def near(self, settings: StepSettings, largest: int) -> StepTrace:
-        """Return the moments of the trace that can be peaks; those between micro-batches 1 and ``largest`` are interpolated."""
+        """Return the moments of the trace that can be peaks; those between micro-batches 1 or 2 and ``largest`` are interpolated."""
         if settings not in self._near:
             self._near[settings] = _possible_peaks(self._traced_or_between(settings, largest))
         return self._near[settings]
 
     def _traced_or_between(self, settings: StepSettings, largest: int) -> StepTrace:
-        if settings in self._exact or settings.micro_batch in (1, largest):
-            return self.exact(settings)
-        try:
-            low = self.exact(replace(settings, micro_batch=1))
-            high = self.exact(replace(settings, micro_batch=largest))
-        except EchelonError:  # such as batch normalization of a single sample
-            return self.exact(settings)
-        if len(low.moments) != len(high.moments):  # the model takes another path
-            return self.exact(settings)
-        return _interpolate(low, high, settings)
+        for smallest in (1, 2):  # operators such as expand() and copies differ for a single sample
+            if settings in self._exact or settings.micro_batch in (smallest, largest):
+                break
+            try:
+                low = self.exact(replace(settings, micro_batch=smallest))
+                high = self.exact(replace(settings, micro_batch=largest))
+            except EchelonError:  # such as batch normalization of a single sample
+                continue
+            if len(low.moments) == len(high.moments):
+                return _interpolate(low, high, settings)
+        return self.exact(settings)
 
 
 def search(
@@ -358,14 +359,15 @@ def _fastest(
 ) -> JudgedLayout | None:
     """Return the fastest layout that fits, of equally fast ones that nearest to ``asked``; add all that were computed to ``found``."""
     batch, cluster = global_batch(asked), judging.cluster
-    for mesh in _meshes(asked, cluster):
+    meshes = {mesh: list(_splits(batch, mesh, asked.settings.micro_batch)) for mesh in _meshes(asked, cluster)}
+    # The same one for all meshes, so that each mode is traced twice.
+    largest = max((size for splits in meshes.values() for size, _ in splits), default=1)
+    for mesh, splits in meshes.items():
         if mesh.cpu_offload is not with_offload:
             continue
-        splits = list(_splits(batch, mesh, asked.settings.micro_batch))
         modes: Sequence[str] = _MODES
         before = 1
         for micro_batch, accumulation in splits:
-            largest = max(size for size, _ in splits)
             if before > 1 and accumulation == 1:
                 modes = _MODES  # gradients of earlier micro-steps are no longer kept
             before = accumulation

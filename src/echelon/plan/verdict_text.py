@@ -259,12 +259,13 @@ def explain(what: str, plan: LayoutPlan) -> Iterator[str]:
     Raises:
         UsageError: there is no such number.
     """
-    found = {name: text for name, text in plan.formulas.items() if what == "all" or what.lower() in name.lower()}
+    formulas = plan.formulas()
+    found = {name: text for name, text in formulas.items() if what == "all" or what.lower() in name.lower()}
     if not found:
         raise UsageError(
             _("there is no formula for {what!r}", what=what),
             where="--explain",
-            do=_("choose one of {names}, or all", names=", ".join(plan.formulas)),
+            do=_("choose one of {names}, or all", names=", ".join(formulas)),
         )
     yield layout_name(plan.layout)
     yield from map(printable, align_columns([(f"  {name}", text) for name, text in found.items()]))
@@ -327,7 +328,7 @@ def _candidate_json(one: JudgedLayout, *, is_whole: bool) -> dict[str, Any]:
             "collectives": [asdict(each) for each in plan.collectives],
             "flops": plan.flops,
             "checkpoint_bytes": plan.checkpoint_bytes,
-            "formulas": dict(plan.formulas),
+            "formulas": dict(plan.formulas()),
             "notes": list(plan.notes),
         }
     return found

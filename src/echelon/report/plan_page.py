@@ -55,7 +55,7 @@ def plan_page_data(title: str, verdict: PlanVerdict, traces: Traces, *, script: 
             [each.kind, each.axis, f"{each.count:,}", format_bytes(each.bytes)] for each in plan.collectives
         ],
         "host": [[_(name), format_bytes(size)] for name, size in plan.host_memory.items()],
-        "formulas": [[_(name), text] for name, text in plan.formulas.items()],
+        "formulas": [[_(name), text] for name, text in plan.formulas().items()],
         "of": layout_name(plan.layout),
         "over_ranks": {
             "ranks": [one.plan.layout.world for one in verdict.over_ranks],
@@ -73,14 +73,15 @@ def plan_page_data(title: str, verdict: PlanVerdict, traces: Traces, *, script: 
 def _memory(one: JudgedLayout, verdict: PlanVerdict, traces: Traces) -> dict[str, Any]:
     plan = one.plan
     moments = _fullest(plan, traces)
-    names = list(dict.fromkeys(name for moment in moments for name in moment.by_category))
     picked = list(_thinned(moments))
+    sizes = [moment.by_category for moment in picked]
+    names = list(dict.fromkeys(name for one in sizes for name in one))
     return {
         "name": describe(one),
         "peak": plan.peak,
         "reserve": one.reserve,
         "categories": [[_(name), plan.memory.get(name, 0)] for name in names],
-        "series": [[moment.by_category.get(name, 0) for moment in picked] for name in names],
+        "series": [[one.get(name, 0) for one in sizes] for name in names],
         "phases": [_(moment.moment.phase) for moment in picked],
         "lines": [moment.moment.line for moment in picked],
         "place": f"{_(plan.peak_phase)}, {plan.peak_line}",

@@ -5,15 +5,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
 
 from echelon.engines.chunked_loss import chunk_loss
 from echelon.plan.facts import StepSettings
+from echelon.plan.sources import ModelChoice, ModelStep
 from echelon.plan.trace import trace_step
 from echelon.precision.policy import PrecisionPolicy
 
@@ -215,6 +218,40 @@ def test_repeated_blocks_take_the_memory_of_traced_ones(mode: str, monkeypatch: 
     assert peaks[0] == peaks[1]
     if mode == "offload":
         assert max(one.offloaded for one in trace.moments) == 10 * 8 * 50 * 32 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_repeated_blocks_with_adapters(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    # The first block's input needs no gradient, and a block's input lives until the next block has run.
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 9, "num_attention_heads": 2}
+    LlamaConfig(**sizes, vocab_size=64, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(tmp_path)
+    choice = ModelChoice(path=str(tmp_path), sequence=16, lora=2)
+    settings = StepSettings(1, "bf16", activation_checkpointing=mode)
+    trace = ModelStep(choice).trace(settings)
+    monkeypatch.setattr("echelon.plan.repeated_blocks._FEWEST", 99)
+    whole = ModelStep(choice).trace(settings)
+    num_steps = sum(one.phase != "optimizer" for one in whole.moments)
+    assert len(trace.moments) < len(whole.moments)  # blocks were left out
+    assert trace.moments[:num_steps] == whole.moments[:num_steps]
+
+
+def test_blocks_in_groups_of_their_own_stay_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Deep()
+    ends = [*model.embed.parameters(), *model.head.parameters()]
+    optimizer = torch.optim.AdamW([{"params": ends}, *({"params": [*block.parameters()]} for block in model.blocks)])
+    facts, _trace = trace_step(model, optimizer, net_loss, net_batch(), StepSettings(8))
+    monkeypatch.setattr("echelon.plan.repeated_blocks._FEWEST", 99)
+    assert facts == trace_step(model, optimizer, net_loss, net_batch(), StepSettings(8))[0]
+    assert {p.group for p in facts.parameters} == {*range(11)}
+
+
+def test_a_model_that_reaches_its_blocks_by_another_way_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Deep()
+    model.again = [*model.blocks]
+    (_, trace), (_, whole) = _short_and_whole(model, StepSettings(8), monkeypatch)
+    assert trace.moments == whole.moments
 
 
 @pytest.mark.sample(1)
