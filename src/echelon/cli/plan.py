@@ -148,6 +148,12 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     """
     asked = _Asked(**options)
     asked.check_source()
+    own = {name for param in ctx.command.params for name in param.opts if name.startswith("--")}
+    for argument in asked.args:
+        name = argument.partition("=")[0]
+        if name.replace("_", "-") in own:
+            text = _("{option} after the script goes to the script; for echelon plan, write it before", option=name)
+            click.echo(text, err=True)
     cluster = asked.cluster()
     from echelon.plan.layouts import plan_layout  # noqa: PLC0415 - --help does not need it
 

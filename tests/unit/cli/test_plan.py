@@ -218,6 +218,18 @@ def test_a_script_that_fails_names_its_line(tmp_path: Path, capsys: pytest.Captu
     assert f"in {path}:13: ConfigError" in capsys.readouterr().err
 
 
+def test_options_after_the_script_go_to_the_script_with_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nassert sys.argv[1:] == ['--gpu_memory=80GB', '--rate', '0.1']\n")
+    assert _run(["plan", "--device", "T4", str(script), "--gpu_memory=80GB", "--rate", "0.1"]) == 2
+    error = capsys.readouterr().err
+    assert "--gpu_memory after the script goes to the script; for echelon plan, write it before" in error
+    assert "--rate after" not in error
+    assert "ends without a step" in error
+
+
 def test_a_script_and_options_of_models_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _write(tmp_path, "")
     assert _run(["plan", "--device", "T4", "--seq", "8", path]) == 2
