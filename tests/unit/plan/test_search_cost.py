@@ -47,8 +47,8 @@ def test_the_search_for_70_billion_parameters_traces_few_operators(
     verdict = search(Traces(step.source), step.layout(32), cluster, planned, variants=step.variants)
     assert verdict.best is not None
     assert len(verdict.candidates) > 40
-    # Three micro-batches with four kinds of recomputation. A trace of all 80 blocks has 38,000 operators, one of four blocks has 2,500.
-    assert done["traces"] <= 12
+    # Up to three micro-batches with four kinds of recomputation, and the loss in chunks. A trace of all 80 blocks has 38,000 operators, one of four blocks has 2,500.
+    assert done["traces"] <= 14
     assert done["operators"] <= 12 * 3500
     # Of 10,000 to 20,000 moments of a trace, about a tenth can be peaks.
     assert done["moments"] <= 300_000
