@@ -1,6 +1,6 @@
 """Measures what a Trainer's checkpoints cost the training: the time blocked, and how much slower steps are during a background save.
 
-``python benchmarks/trainer_save.py [--folder DIR] [--megabytes N] [--saves N]``. A step either computes on the CPU, and so competes
+``python benchmarks/trainer_save.py [--folder DIR] [--megabytes N] [--saves N] [--write]``. A step either computes on the CPU, and so competes
 with the save for cores, or waits, as for an accelerator; then only what the save takes from the main thread counts. Steps
 during a save and between saves are compared within one run.
 """
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from results import footer, publish
 from torch import nn
 
 from echelon.trainer import Trainer, TrainerCallback, TrainingArguments
 
+TITLE = "## Saving a Trainer's checkpoint beside the training"
 EVERY = 40
 """Number of steps between two saves."""
 
@@ -93,9 +95,11 @@ def main() -> None:
     parser.add_argument("--folder", help="existing folder on the disk to measure")
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help="replace the section in RESULTS.md")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    for name, waits_s in (("a step that waits 50 ms", 0.05), ("a step that computes on the CPU", 0.0)):
+    rows = []
+    for name, waits_s in (("waits 50 ms, as for an accelerator", 0.05), ("computes on the CPU", 0.0)):
         blocked = {}
         for blocking in (True, False):
             with tempfile.TemporaryDirectory(dir=given.folder) as scratch:
@@ -103,14 +107,24 @@ def main() -> None:
                     Path(scratch), megabytes=given.megabytes, num_saves=given.saves, blocking=blocking, waits_s=waits_s
                 )
             blocked[blocking] = statistics.median(clock.saves)
-        beside, alone = clock.steps[True], clock.steps[False]
-        print(
-            f"{name}: {1e3 * statistics.median(alone):.1f} ms alone ({len(alone)} steps), "
-            f"{1e3 * statistics.median(beside):.1f} ms during a save ({len(beside)} steps), "
-            f"ratio {statistics.median(beside) / statistics.median(alone):.3f} (mean "
-            f"{statistics.mean(beside) / statistics.mean(alone):.3f}); a save blocks for {blocked[False]:.3f} s, "
-            f"a blocking one for {blocked[True]:.3f} s"
+        beside, alone = (statistics.median(clock.steps[is_saving]) for is_saving in (True, False))
+        rows.append(
+            f"| {name} | {1e3 * alone:.1f} | {1e3 * beside:.1f} | {beside / alone:.3f} | {blocked[True]:.3f} | {blocked[False]:.3f} |"
         )
+    text = "\n".join(
+        [
+            TITLE,
+            "",
+            f"Weights of {given.megabytes} MB, one process with one thread; medians, without the first save.",
+            "",
+            "| a step | alone, ms | during a save, ms | ratio | a save blocks, s | with `save_blocking=False`, s |",
+            "|---|---:|---:|---:|---:|---:|",
+            *rows,
+            "",
+            footer("trainer_save.py"),
+        ]
+    )
+    publish(text, is_written=given.write)
 
 
 if __name__ == "__main__":
