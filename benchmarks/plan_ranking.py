@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,14 +118,56 @@ def calibrate() -> Hardware:
     large, target = torch.zeros(2**24), torch.zeros(2**24)
     dist.barrier()
     bandwidth = 2 * large.nbytes / fastest(lambda: target.copy_(large), 5)
+    links = {kind: measured_link(kind) for kind in COLLECTIVES}
     dist.barrier()
-    latency = fastest(lambda: dist.all_reduce(torch.zeros(1)), 50)
-    message = torch.zeros(2**21)
-    dist.barrier()
-    seconds = fastest(lambda: dist.all_reduce(message), 5)
-    link = Link(message.nbytes / seconds, latency / 2)
+    small = torch.zeros(1)
+    dispatch = fastest(lambda: [small.add(1.0) for _ in range(1000)], 20) / 1000
     device = Device("this CPU", 2**34, bandwidth / EFFICIENCY, {"float32": flops / EFFICIENCY})
-    return Hardware(device=device, link=link, network=link, host=Link(bandwidth, 0.0), overlaps=False)
+    link = links["all_reduce"]
+    return Hardware(
+        device=device,
+        link=link,
+        network=link,
+        host=Link(bandwidth, 0.0),
+        overlaps=False,
+        links=links,
+        dispatch=dispatch,
+        hooks=hooks_seconds(links, dispatch),
+    )
+
+
+def measured_link(kind: str) -> Link:
+    """Measure a collective of both ranks. What ``collective_seconds`` then computes for it is what was measured."""
+    start, sent, rounds = COLLECTIVES[kind]
+    seconds = {}
+    for numel in (2, 2**22):
+        dist.barrier()
+        whole, half = torch.zeros(numel), torch.zeros(numel // 2)
+        seconds[numel] = fastest(partial(start, whole, half), 30 if numel == 2 else 7)
+    return Link(sent * 4 * 2**22 / (seconds[2**22] - seconds[2]), seconds[2] / rounds)
+
+
+OPERATORS = 60  # of a block and its optimizer step
+# How it is called with a whole tensor and half of it, the share of the bytes that a rank of two sends, and the rounds of a ring.
+COLLECTIVES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], float, int]] = {
+    "all_reduce": (lambda whole, _half: dist.all_reduce(whole), 1.0, 2),
+    "all_gather": (dist.all_gather_into_tensor, 0.5, 1),
+    "reduce_scatter": (lambda whole, half: dist.reduce_scatter_tensor(half, whole), 0.5, 1),
+    "broadcast": (lambda whole, _half: dist.broadcast(whole, 0), 1.0, 1),
+}
+
+
+def hooks_seconds(links: dict[str, Link], dispatch: float) -> float:
+    """Measure what fully_shard takes for each of many small units in one pass, beside its collectives and the operators of a block."""
+    seconds = {}
+    for layers in (8, 24):
+        step, release = prepared_step(
+            Shape(2, layers, 2), ParallelLayout("fsdp2", StepSettings(micro_batch=1), dp_shard=2)
+        )
+        seconds[layers] = fastest(step, 10)
+        release()
+    others = 2 * links["all_gather"].latency + links["reduce_scatter"].latency + OPERATORS * dispatch
+    return max(0.0, (seconds[24] - seconds[8]) / 16 - others) / 2
 
 
 def prepared_step(shape: Shape, layout: ParallelLayout) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -207,7 +250,11 @@ def main() -> None:
     hardware = found["hardware"]
     print(
         f"calibrated: {hardware.device.flops['float32'] * EFFICIENCY / 1e9:.0f} GFLOP/s, {hardware.device.bandwidth * EFFICIENCY / 1e9:.1f} GB/s of "
-        f"memory, {hardware.link.bandwidth / 1e9:.2f} GB/s and {hardware.link.latency * 1e6:.0f} us of gloo"
+        f"memory, {1e6 * hardware.dispatch:.1f} us an operator, {1e6 * hardware.hooks:.0f} us a unit and pass of fully_shard; gloo: "
+        + ", ".join(
+            f"{kind} {link.bandwidth / 1e9:.2f} GB/s and {1e6 * link.latency:.0f} us"
+            for kind, link in hardware.links.items()
+        )
     )
     hits = 0
     for shape, seconds in zip(shapes, found["seconds"]):

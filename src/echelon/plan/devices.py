@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
 
@@ -54,6 +54,12 @@ class Hardware:
     """False: the user named no device, so times only compare layouts."""
     overlaps: bool = True
     """Whether collectives run beside computation; not on CPUs, whose cores do both."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """By kind of collective, what it reaches in place of ``link``: gloo's all_gather and reduce_scatter are not rings."""
+    dispatch: float = 5e-6
+    """Seconds in which the host starts an operator. A device that computes faster waits for it."""
+    hooks: float = 150e-6
+    """Seconds in which the host runs fully_shard's hooks of a unit, in one pass."""
 
 
 def _device(

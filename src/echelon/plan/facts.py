@@ -91,7 +91,7 @@ class StepTrace:
     settings: StepSettings
     moments: tuple[Moment, ...]
     flops: Mapping[str, int]  # by unit, forward and backward, recomputation included
-    bytes_moved: Mapping[str, int]  # by unit, read and written by operators
+    bytes_moved: Mapping[str, int]  # by unit, read and written by operators; the optimizer's are in ""
     batch_bytes: int  # of one micro-batch on the device; not in the moments
     tokens: int = 0  # of the micro-batch (samples, if there are no tokens)
     outputs: Mapping[str, int] = field(default_factory=dict)  # by unit, bytes of its output: what a pipeline sends
@@ -99,6 +99,7 @@ class StepTrace:
         default_factory=dict
     )  # by unit, bytes of queries, and of keys and values
     routed: Mapping[str, int] = field(default_factory=dict)  # by unit, bytes of the rows that experts get
+    operators: Mapping[str, int] = field(default_factory=dict)  # by unit, without views and the optimizer's
     notes: tuple[str, ...] = ()  # what the trace could not see
 
 

@@ -46,8 +46,8 @@ def step_time(
 ) -> StepTime:
     """Return the time of a step of the slowest stage.
 
-    The forward and the backward pass of a unit take the longer of FLOPs / peak and bytes / bandwidth; the optimizer reads and writes what
-    the rank owns. Collectives take the time of a ring. Those of DDP and fully_shard run beside computation; those of activations (tp, ep, and
+    The forward and the backward pass of a unit take the longest of FLOPs / peak, bytes / bandwidth, and the time in which the host starts
+    its operators (on a CPU, which does both, their sum); the optimizer reads and writes what the rank owns. Collectives take the time of a ring. Those of DDP and fully_shard run beside computation; those of activations (tp, ep, and
     stages) and zero1's broadcasts do not.
     """
     compute = layout.accumulation * _micro_step(model, trace, layout, hardware, rank)
@@ -92,10 +92,14 @@ def _micro_step(
         ends = {""} if rank.stage in (0, layout.pp - 1) else set()
         units &= own | ends
     divisor = layout.tp * layout.cp
-    return sum(
-        max(trace.flops.get(unit, 0) / peak, trace.bytes_moved.get(unit, 0) / bandwidth) / divisor
-        for unit in sorted(units)
-    )
+    total = 0.0
+    for unit in sorted(units):
+        device = max(trace.flops.get(unit, 0) / peak, trace.bytes_moved.get(unit, 0) / bandwidth) / divisor
+        host = trace.operators.get(unit, 0) * hardware.dispatch
+        if layout.engine == "fsdp2":
+            host += 2 * hardware.hooks  # the forward and the backward pass
+        total += max(device, host) if hardware.overlaps else device + host
+    return total
 
 
 def collective_seconds(cost: CollectiveCost, layout: ParallelLayout, cluster: Cluster, hardware: Hardware) -> float:
@@ -106,7 +110,7 @@ def collective_seconds(cost: CollectiveCost, layout: ParallelLayout, cluster: Cl
     n = cost.group_size
     if n < 2 or not cost.count:
         return 0.0
-    link = _slowest_link(cost, layout, cluster, hardware)
+    link = hardware.links.get(cost.kind) or _slowest_link(cost, layout, cluster, hardware)
     if cost.kind in ("send", "recv"):  # both at the same time
         return (cost.bytes / link.bandwidth + cost.count * link.latency) / 2
     factor = _SENT[cost.kind] if cost.kind != "broadcast" else n / (n - 1)

@@ -171,6 +171,7 @@ class TracedStep(TorchFunctionMode):
         self.ledger = StorageLedger([*model.parameters(), *model.buffers()])
         self.flops: Counter[str] = Counter()
         self.bytes_moved: Counter[str] = Counter()
+        self.operators: Counter[str] = Counter()
         self.outputs: dict[str, int] = {}
         self.attention: dict[str, tuple[int, int]] = {}
         self.routed: dict[str, int] = {}
@@ -226,6 +227,7 @@ class TracedStep(TorchFunctionMode):
             self._optimizer_bytes[-1] += num_bytes
         else:
             self.bytes_moved[unit] += num_bytes
+            self.operators[unit] += not func.is_view
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> None:
         self._label(args[:1] or kwargs.get("tensors"))
@@ -368,10 +370,9 @@ class TracedStep(TorchFunctionMode):
         return moments[: self._optimizer_steps[0].start + added] + step
 
     def _sums(self, repeated: list[RepeatedBlocks]) -> list[dict[str, Any]]:
-        """Return what is kept by unit: operations, bytes moved, bytes of outputs, of attention, and of experts' rows."""
-        sums: list[dict[str, Any]] = [
-            *(dict(self.flops), dict(self.bytes_moved), self.outputs, self.attention, self.routed)
-        ]
+        """Return what is kept by unit: operations, bytes moved, operators, bytes of outputs, of attention, and of experts' rows."""
+        counted: list[dict[str, Any]] = [dict(one) for one in (self.flops, self.bytes_moved, self.operators)]
+        sums = [*counted, self.outputs, self.attention, self.routed]
         for one in repeated:
             sums = [repeat_sums(found, one) for found in sums]
         step, *others = self._optimizer_bytes[1:] if repeated else self._optimizer_bytes
@@ -382,12 +383,13 @@ class TracedStep(TorchFunctionMode):
     def trace(self, settings: StepSettings, batch: Any, repeated: list[RepeatedBlocks]) -> StepTrace:
         """Return what was seen."""
         tensors = list(tensors_in(batch))
-        flops, bytes_moved, outputs, attention, routed = self._sums(repeated)
+        flops, bytes_moved, operators, outputs, attention, routed = self._sums(repeated)
         return StepTrace(
             settings=settings,
             moments=tuple(self._moments(repeated)),
             flops=flops,
             bytes_moved=bytes_moved,
+            operators=operators,
             batch_bytes=sum(one.untyped_storage().nbytes() for one in tensors),
             tokens=max((one.numel() for one in tensors if not one.is_floating_point()), default=settings.micro_batch),
             outputs=outputs,
