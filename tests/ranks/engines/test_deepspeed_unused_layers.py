@@ -364,6 +364,13 @@ def test_a_group_of_frozen_parameters_is_refused_by_name(stage: int) -> None:
     assert f"parameter group 0 of the optimizer are frozen, which ZeRO stage {stage} does not support" in text
 
 
+@pytest.mark.slow
+def test_ranks_train_together_after_one_of_their_processes_refused_a_model() -> None:
+    shut_down()
+    run_on_ranks(_freeze_a_group, 1, world_size=1)  # in the process of rank zero
+    _require_plain_loop(run_on_ranks(_train_alike, 2, world_size=2, timeout=20)[0])
+
+
 def _train_two_losses(stage: int, counts: bool) -> dict[str, torch.Tensor] | None:
     """Call backward() twice in each micro-step; the second window of the pass has one micro-step of two."""
     accelerator = _accelerator(stage, gradient_accumulation_steps=2)

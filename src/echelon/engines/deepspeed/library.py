@@ -64,9 +64,12 @@ def import_deepspeed(world: World) -> Any:
 
 
 def _reset_ended_group() -> None:
-    """Reset the library's state if its process group was destroyed; otherwise it would use closed sockets."""
+    """Reset the library's state if its process group was destroyed; otherwise it would use closed sockets.
+
+    If no engine was made in that group, because the model or the optimizer was refused, the library has none of its own.
+    """
     groups: Any = import_module("deepspeed.utils.groups")
-    if groups._WORLD_GROUP is not None and groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
+    if groups._WORLD_GROUP is None or groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
         groups._release_process_group_references()
         library: Any = import_module("deepspeed.comm.comm")
         library.cdb = None
