@@ -1,7 +1,8 @@
 """Compares the ranking of layouts by ``plan_layout`` with measured steps, on this machine's CPU with gloo.
 
 For each of ten models, ten layouts compute the same global batch on two processes of one thread each (``single``: on one of them). The
-FLOP/s, the bandwidth of memory and that of gloo are measured first; the plan knows nothing else of the machine. Layouts take turns, and the
+FLOP/s, the bandwidth of memory, each collective of gloo, and what the host takes for an operator and for a unit of fully_shard are measured
+first; the plan knows nothing else of the machine. Layouts take turns, and the
 fastest step of each counts, because other programs only slow a step down.
 """
 
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from results import footer, publish
 from torch import nn
 
 from echelon.engines.ddp import DDPEngine
@@ -147,12 +149,13 @@ def measured_link(kind: str) -> Link:
     return Link(sent * 4 * 2**22 / (seconds[2**22] - seconds[2]), seconds[2] / rounds)
 
 
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the name in torch 2.13
 OPERATORS = 60  # of a block and its optimizer step
 # How it is called with a whole tensor and half of it, the share of the bytes that a rank of two sends, and the rounds of a ring.
 COLLECTIVES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], float, int]] = {
     "all_reduce": (lambda whole, _half: dist.all_reduce(whole), 1.0, 2),
     "all_gather": (dist.all_gather_into_tensor, 0.5, 1),
-    "reduce_scatter": (lambda whole, half: dist.reduce_scatter_tensor(half, whole), 0.5, 1),
+    "reduce_scatter": (lambda whole, half: reduce_scatter(half, whole), 0.5, 1),
     "broadcast": (lambda whole, _half: dist.broadcast(whole, 0), 1.0, 1),
 }
 
@@ -241,6 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=3, help="steps of each layout")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the models")
+    parser.add_argument("--write", action="store_true", help="replace the section in RESULTS.md")
     options = parser.parse_args()
     shapes = SHAPES[: options.shapes]
     with tempfile.TemporaryDirectory() as folder:
@@ -248,25 +252,42 @@ def main() -> None:
         mp.spawn(measure, (str(Path(folder) / "store"), options.turns, shapes, results), nprocs=2)
         found = torch.load(results, weights_only=False)  # written above
     hardware = found["hardware"]
-    print(
-        f"calibrated: {hardware.device.flops['float32'] * EFFICIENCY / 1e9:.0f} GFLOP/s, {hardware.device.bandwidth * EFFICIENCY / 1e9:.1f} GB/s of "
-        f"memory, {1e6 * hardware.dispatch:.1f} us an operator, {1e6 * hardware.hooks:.0f} us a unit and pass of fully_shard; gloo: "
-        + ", ".join(
-            f"{kind} {link.bandwidth / 1e9:.2f} GB/s and {1e6 * link.latency:.0f} us"
-            for kind, link in hardware.links.items()
-        )
-    )
-    hits = 0
+    hits, rows = 0, []
     for shape, seconds in zip(shapes, found["seconds"]):
         plans = planned(shape, hardware)
         best = min(plans, key=lambda name: plans[name])
         order = sorted(seconds, key=lambda name: seconds[name])
         hits += best in order[:2]
-        print(
-            f"{tuple(shape)}: planned {best} ({plans[best]:.3f} s, measured {seconds[best]:.3f} s, place {order.index(best) + 1}); measured "
-            f"{order[0]} ({seconds[order[0]]:.3f} s), {order[1]} ({seconds[order[1]]:.3f} s), ..., {order[-1]} ({seconds[order[-1]]:.3f} s)"
+        others = [f"{order[i]} ({seconds[order[i]]:.3f})" for i in (0, 1, -1)]
+        rows.append(
+            f"| {shape.width}, {shape.layers}, {shape.rows} | {best} ({plans[best]:.3f}) | {seconds[best]:.3f}, place {order.index(best) + 1} | "
+            f"{' | '.join(others)} |"
         )
-    print(f"the best by plan is among the measured best two in {hits} of {len(shapes)}")
+    links = ", ".join(
+        f"{kind} {link.bandwidth / 1e9:.2f} GB/s and {1e6 * link.latency:.0f} us a round"
+        for kind, link in hardware.links.items()
+    )
+    text = "\n".join(
+        [
+            "## The fastest layout by echelon plan",
+            "",
+            "Ten layouts of each model on two processes of one thread each, with gloo; seconds of a step, the fastest of "
+            f"{options.turns}. The plan knows of",
+            f"the machine what was measured first: {hardware.device.flops['float32'] * EFFICIENCY / 1e9:.0f} GFLOP/s, "
+            f"{hardware.device.bandwidth * EFFICIENCY / 1e9:.1f} GB/s of memory, {1e6 * hardware.dispatch:.1f} us an operator, "
+            f"{1e6 * hardware.hooks:.0f} us a unit and pass of fully_shard;",
+            f"{links}.",
+            "",
+            "| width, layers, rows | fastest by plan | measured | fastest measured | second | slowest |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"The fastest by plan is among the measured best two in {hits} of {len(shapes)} cases (target: 9 of 10).",
+            "",
+            footer("plan_ranking.py"),
+        ]
+    )
+    publish(text, is_written=options.write)
 
 
 if __name__ == "__main__":

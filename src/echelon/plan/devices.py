@@ -57,7 +57,7 @@ class Hardware:
     links: Mapping[str, Link] = field(default_factory=dict)
     """By kind of collective, what it reaches in place of ``link``: gloo's all_gather and reduce_scatter are not rings."""
     dispatch: float = 5e-6
-    """Seconds in which the host starts an operator. A device that computes faster waits for it."""
+    """Seconds in which the host starts an operator. A device that computes faster waits for it. A rule of thumb, as is ``hooks``."""
     hooks: float = 150e-6
     """Seconds in which the host runs fully_shard's hooks of a unit, in one pass."""
 

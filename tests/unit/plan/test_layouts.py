@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.plan.devices import hardware_of
 from echelon.plan.facts import Cluster, LayoutPlan, ModelFacts, Moment, ParallelLayout, StepSettings, StepTrace
 from echelon.plan.layouts import plan_layout
 from tests.plan_models import facts_of
@@ -64,6 +65,25 @@ def test_one_device_holds_everything() -> None:
     assert (plan.peak_phase, plan.peak_line) == ("backward", "m.py:3: mm")
     assert sum(plan.memory.values()) == plan.peak == max(plan.timeline)
     assert plan.checkpoint_bytes == 10 * WEIGHT
+
+
+def test_a_device_waits_for_the_host_and_a_cpu_does_both() -> None:
+    model, layout = _facts(), ParallelLayout("single", SETTINGS)
+    trace = _trace(model)
+    gpu = hardware_of(CLUSTER)
+    for hardware in (gpu, replace(gpu, overlaps=False)):
+        idle, few, many = (
+            plan_layout(
+                model,
+                replace(trace, operators=dict.fromkeys(trace.flops, count)),
+                layout,
+                CLUSTER,
+                hardware=replace(hardware, dispatch=1e-3),
+            ).seconds
+            for count in (0, 1, 2)
+        )
+        assert many - few == pytest.approx(5e-3)  # of four blocks and what is outside of them
+        assert few - idle == pytest.approx(5e-3, rel=0.2 if hardware.overlaps else 1e-9)  # 10**9 FLOPs take some microseconds
 
 
 def test_ddp_adds_buckets_and_accumulation_keeps_all_gradients() -> None:
