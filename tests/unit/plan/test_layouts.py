@@ -83,7 +83,8 @@ def test_a_device_waits_for_the_host_and_a_cpu_does_both() -> None:
             for count in (0, 1, 2)
         )
         assert many - few == pytest.approx(5e-3)  # of four blocks and what is outside of them
-        assert few - idle == pytest.approx(5e-3, rel=0.2 if hardware.overlaps else 1e-9)  # 10**9 FLOPs take some microseconds
+        # 10**9 FLOPs take some microseconds.
+        assert few - idle == pytest.approx(5e-3, rel=0.2 if hardware.overlaps else 1e-9)
 
 
 def test_ddp_adds_buckets_and_accumulation_keeps_all_gradients() -> None:
