@@ -61,7 +61,7 @@ def _accuracy_by_a_plain_loop(weights: Path) -> float:
 STARTERS = {"python": (None, 1, 4), "launch": (LAUNCH, 2, 2), "torchrun": (TORCHRUN, 2, 2)}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "starters"),
     [

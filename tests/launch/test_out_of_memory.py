@@ -52,6 +52,7 @@ optimizer.step()
 STEP = "32.0 MiB  gradient of 1.up.weight  [8192, 1024] float32 cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "num_processes", "texts", "advice"),
     [

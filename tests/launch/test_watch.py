@@ -71,6 +71,7 @@ def fake_run(tmp_path: Path) -> Iterator[tuple[Path, list[subprocess.Popen[bytes
         board.remove()
 
 
+@pytest.mark.slow
 def test_a_slow_rank_and_then_a_stopped_rank_are_seen(
     fake_run: tuple[Path, list[subprocess.Popen[bytes]]],
 ) -> None:

@@ -58,27 +58,32 @@ def test_placeholders_agree() -> None:
     assert wrong == []
 
 
-def test_no_message_is_an_f_string_or_inside_of_one() -> None:
-    wrong = []
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            inside = isinstance(node, ast.JoinedStr) and any(
-                isinstance(c, ast.Constant) for c in map(_message, ast.walk(node))
-            )
-            if inside or isinstance(_message(node), ast.JoinedStr):
-                wrong.append(f"{path.name}:{node.lineno}")  # type: ignore[attr-defined]
-    assert wrong == []
-
-
 # Modules that are loaded without echelon, or whose warnings concern who repairs Python.
 _ENGLISH_WARNINGS = frozenset({"base/fork_repair.py"})
 
 
-def test_no_warning_stays_english() -> None:
+def test_texts_are_marked_for_translation() -> None:
+    """No message is an f-string or inside of one, no comprehension that translates has a variable ``_`` (ruff reports all others: F402,
+    F823), and no warning stays English."""
+    wrong = []
     paths = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
-    found = {name: _english_warnings(path.read_text()) for name, path in paths.items() if name not in _ENGLISH_WARNINGS}
-    assert len(found) > 500
-    assert {name: lines for name, lines in found.items() if lines} == {}
+    assert len(paths) > 500
+    for name, path in paths.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                is_wrong = any(isinstance(c, ast.Constant) for c in map(_message, ast.walk(node)))
+            elif isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+                targets = {
+                    part.id for one in node.generators for part in ast.walk(one.target) if isinstance(part, ast.Name)
+                }
+                is_wrong = "_" in targets and any(map(_message, ast.walk(node)))
+            else:
+                is_wrong = isinstance(_message(node), ast.JoinedStr) or (
+                    name not in _ENGLISH_WARNINGS and _is_english_warning(node)
+                )
+            if is_wrong:
+                wrong.append(f"{name}:{node.lineno}")  # type: ignore[attr-defined]
+    assert wrong == []
 
 
 def test_an_english_warning_is_found() -> None:
@@ -93,14 +98,16 @@ def test_an_english_warning_is_found() -> None:
 
 
 def _english_warnings(source: str) -> list[int]:
-    """Return the lines that warn with a text that is written there and is not marked for translation."""
-    found = []
-    for call in ast.walk(ast.parse(source)):
-        if isinstance(call, ast.Call) and call.args and _warns(call.func):
-            text = call.args[0]
-            is_text = isinstance(text, ast.Constant) and " " in str(text.value)
-            found += [call.lineno] * (is_text or (isinstance(text, ast.JoinedStr) and " " in ast.unparse(text)))
-    return found
+    return [node.lineno for node in ast.walk(ast.parse(source)) if _is_english_warning(node)]  # type: ignore[attr-defined]
+
+
+def _is_english_warning(node: ast.AST) -> bool:
+    """Return whether this is a call that warns with a text that is written there and is not marked for translation."""
+    if not (isinstance(node, ast.Call) and node.args and _warns(node.func)):
+        return False
+    text = node.args[0]
+    is_text = isinstance(text, ast.Constant) and " " in str(text.value)
+    return is_text or (isinstance(text, ast.JoinedStr) and " " in ast.unparse(text))
 
 
 def _warns(function: ast.expr) -> bool:
@@ -111,20 +118,6 @@ def _warns(function: ast.expr) -> bool:
         ("warnings", "warn"),
         *((name, level) for name in ("logger", "_logger") for level in ("warning", "error")),
     }
-
-
-def test_no_comprehension_that_translates_has_a_variable_of_that_name() -> None:
-    """ruff reports all others: F402, F823."""
-    wrong = []
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
-                targets = {
-                    name.id for part in node.generators for name in ast.walk(part.target) if isinstance(name, ast.Name)
-                }
-                if "_" in targets and any(map(_message, ast.walk(node))):
-                    wrong.append(f"{path.name}:{node.lineno}")
-    assert wrong == []
 
 
 def _message(node: ast.AST) -> ast.expr | None:

@@ -59,6 +59,7 @@ def _train(folder: str, kind: Any, engine: str, *, resumes: bool) -> tuple[list[
     return [p.detach() for p in bare.parameters()], [str(w.message) for w in caught if w.category is EchelonWarning]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["echelon", "accelerate"])
 def test_the_main_process_saves_alone_and_all_ranks_resume(kind: Any, tmp_path: Path) -> None:
     """Bit-equal weights, because nothing but the order of samples is random here."""

@@ -320,7 +320,7 @@ def _train_ddp_by_compiled_steps(*, prepares: bool) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("prepares", [False, True])
 def test_a_compiled_step_may_call_backward_of_the_loss(prepares: bool) -> None:
     model = _model()

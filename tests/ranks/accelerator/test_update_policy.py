@@ -48,7 +48,7 @@ def test_an_fp16_update_that_the_loop_skips_leaves_the_next_gradients_scaled(par
     require_plain([case for program in _SKIPPING for case in _cases(program, parity)])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("parity", ["off", "exact"])
 def test_fp16_gradients_may_be_clipped_in_each_micro_step(parity: str) -> None:
     require_plain(_cases(replace(_WINDOWS, fp16=True, reads=True), parity))

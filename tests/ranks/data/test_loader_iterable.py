@@ -217,6 +217,7 @@ def test_an_error_names_a_rank_without_samples() -> None:
 # ---- dispatched --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_dispatched_samples_are_used_once_and_read_by_rank_zero_only(world_size: int, sizes: list[int]) -> None:

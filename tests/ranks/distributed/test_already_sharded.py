@@ -569,6 +569,7 @@ def _ordinary(part: int, num_parts: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in (1, 2, 3))])
 def test_ordinary_loaders_are_not_reported(part: int) -> None:
     assert run_on_ranks(_ordinary, part, 4, timeout=300) == [[], []]

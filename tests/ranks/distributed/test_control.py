@@ -97,6 +97,7 @@ def _first_is_slow() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_main_first_may_exceed_the_groups_timeout() -> None:
     assert run_on_ranks(_with_short_timeout, world_size=2, init_group=False) == [True, True]
 

@@ -165,7 +165,7 @@ def _odd_loops(stage: int, offload: str) -> tuple[dict[str, torch.Tensor] | None
     return accelerator.get_state_dict(model), output
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("stage", "offload"), LAYOUTS)
 def test_common_loop_variants_match_the_reference(stage: int, offload: str) -> None:
     plain = _plain()
@@ -266,6 +266,7 @@ def _refusals() -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_unsupported_operations_raise() -> None:
     said = run_on_ranks(_refusals, world_size=2)[0]
     expected = [

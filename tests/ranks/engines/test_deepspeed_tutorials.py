@@ -185,7 +185,7 @@ def _lora(kind: str, folder: Path) -> tuple[list[str], list[float], list[str]]:
         return names, seen, list(result.unexpected_keys)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero3"])
 def test_only_the_adapter_of_a_lora_model_is_saved_and_it_reloads(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")

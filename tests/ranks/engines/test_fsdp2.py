@@ -260,6 +260,7 @@ def _step_of_ones(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.slow
 def test_scalars_and_what_is_prepared_in_separate_calls_train() -> None:
     layout = Layout(world_size=2, engine="fsdp2 stage 3")
     programs = [Program(made=made, optimizer="momentum") for made in ("apart", "first", "after")]

@@ -176,6 +176,7 @@ def _compare(cases: list[tuple[Any, ...]]) -> None:
         assert started == _planned(_layout(*case[:6]), _model(case[6])), case
 
 
+@pytest.mark.slow
 def test_engines_start_the_planned_collectives() -> None:
     _compare(QUICK)
 

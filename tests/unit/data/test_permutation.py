@@ -94,6 +94,7 @@ def test_feistel_orders_never_change() -> None:
 # Each index once.
 
 
+@pytest.mark.slow
 def test_feistel_has_each_index_once_for_every_n_up_to_2000() -> None:
     keys = [np.uint64(key) for key in round_keys(2000, 7, 0)]
     for n in range(1, 2001):

@@ -88,6 +88,7 @@ def test_ranks_inherit_the_imported_modules(starter: WarmStarter, tmp_path: Path
     assert json.loads((tmp_path / "b").read_text()) == [["json.tool", "timeit"], "b", str(tmp_path), [True, True]]
 
 
+@pytest.mark.slow
 def test_forked_ranks_draw_different_numbers_as_new_programs_do(starter: WarmStarter, tmp_path: Path) -> None:
     """Without a seed, each process has random generators of its own; equal ones would give all ranks the same dropout masks."""
     starter.prepare(os.environ, ["numpy", "torch"])
