@@ -59,7 +59,7 @@ def test_a_program_without_echelon_is_not_aborted_under_the_launcher_either(comm
     assert "Exception ignored" not in result.err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nothing_is_printed_at_the_exit_of_a_program_that_has_imported_torch(command: Command) -> None:
     """Python removes the first module's __file__ before the functions that run at exit, one of which loads a file beside it."""
     command.write("train.py", "import torch.distributed\nprint('done')\n")

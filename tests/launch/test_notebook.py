@@ -219,7 +219,7 @@ _ERRORS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("cell", _SHOWN)
 def test_what_the_ranks_print_is_shown_in_the_cell(cell: str, shown: dict[str, _Shown]) -> None:
     assert shown[cell].error == ""
@@ -228,7 +228,7 @@ def test_what_the_ranks_print_is_shown_in_the_cell(cell: str, shown: dict[str, _
         assert shown[cell].err.splitlines() == ["an error line", "an error line"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("cell", _ERRORS)
 def test_an_error_in_the_cell_says_what_and_what_to_do(cell: str, shown: dict[str, _Shown]) -> None:
     begin, *parts = _ERRORS[cell]
@@ -258,7 +258,7 @@ def test_what_cannot_be_carried_to_new_processes_is_named(monkeypatch: pytest.Mo
         debug_launcher(print)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_more_threads_are_left_out_with_one_warning(shown: dict[str, _Shown]) -> None:
     assert shown["after autograd"].err.count("torch.set_num_threads(2) is ignored") == 1
 

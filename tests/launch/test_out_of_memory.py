@@ -62,7 +62,7 @@ STEP = "32.0 MiB  gradient of 1.up.weight  [8192, 1024] float32 cpu"
             ["out of memory: 512.0 MiB more were wanted in 1, {script}:14", "hidden in forward ({script}:14)"],
             "a micro-batch of half the size, with twice as many gradient_accumulation_steps",
         ),
-        pytest.param("step", 2, [STEP], "engine='fsdp2'", marks=pytest.mark.slow),
+        pytest.param("step", 2, [STEP], "engine='fsdp2'", marks=pytest.mark.soak),
         pytest.param("step", 1, [STEP], "bitsandbytes.optim.AdamW8bit", marks=pytest.mark.slow),
         pytest.param(
             "python",

@@ -101,7 +101,7 @@ def test_a_stopped_rank_is_named_and_the_run_restarted_without_it(command: Comma
     assert "rank_1: no stack recorded" in told.out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_that_does_not_come_stops_the_run_but_not_while_it_says_that_it_is_slow(command: Command) -> None:
     result = stall(command, ACCELERATOR, "time.sleep(1000)", "--on_stall=stop", args=("1", "7"))
     assert result.code == 124, result.err
@@ -189,7 +189,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_debug_compares_collectives_of_torch_that_fail_in_no_other_way(command: Command) -> None:
     command.write("train.py", SILENT)
     result = command.launch("-q", "--cpu", "--num_processes=3", "--debug", "train.py")

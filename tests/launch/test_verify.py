@@ -46,7 +46,7 @@ for _ in range(5):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_launcher_records_the_steps_of_each_rank(tmp_path: Path) -> None:
     script = tmp_path / "ddp.py"
     script.write_text(SCRIPT)

@@ -143,11 +143,18 @@ def _measured(folder: str, part_bytes: int) -> tuple[int, list[str], list[int]]:
     return most, written, writers
 
 
+@pytest.fixture(scope="module")
+def runtime_of_obstore() -> None:
+    """Start the threads of obstore, which live as long as the process, before a test's resources are counted."""
+    pytest.importorskip("obstore")
+    object_store.exists(object_store.ObjectPath("memory://", "none"))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("runtime_of_obstore")
 def test_the_ranks_upload_the_weights_to_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaForCausalLM
 
-    pytest.importorskip("obstore")
     original = tiny_llama(num_layers=4, tied=True)
     state = original.state_dict()
     with object_server.serving() as server:

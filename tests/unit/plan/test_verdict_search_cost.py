@@ -16,7 +16,7 @@ from echelon.plan.trace import TracedStep
 from echelon.plan.verdict import Traces, search
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_search_for_70_billion_parameters_traces_few_operators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
