@@ -70,7 +70,7 @@ def test_two_machines_of_torchrun_restart_together(command: Command, variables: 
     assert "generation 1: 2 ranks on 2 machines" in text
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

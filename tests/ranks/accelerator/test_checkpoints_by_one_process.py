@@ -300,6 +300,7 @@ def _saves_before_a_block_of_the_main_process(folder: str) -> tuple[int, str]:
     return len(caught), text
 
 
+@pytest.mark.slow
 def test_the_main_process_saves_before_a_block_that_the_others_wait_to_enter(tmp_path: Path) -> None:
     (num_warnings, text), (others, _) = run_on_ranks(
         _saves_before_a_block_of_the_main_process, str(tmp_path), world_size=2, init_group=False

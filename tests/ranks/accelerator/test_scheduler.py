@@ -78,6 +78,7 @@ def test_learning_rates_match_accelerate_or_the_plain_loop(world_size: int) -> N
             assert rates[name] == pytest.approx(PLAIN[name], abs=1e-8), name
 
 
+@pytest.mark.slow
 def test_schedules_count_updates_of_any_number_of_micro_steps() -> None:
     programs = [Program(num_samples=22, batch_size=6, schedule=name) for name in ("step", "lambda", "cosine")]
     cuts = [{"world_size": 1}, {"world_size": 2, "max_micro": 2}, {"world_size": 3}]

@@ -42,7 +42,7 @@ def _cases(program: Program, parity: str) -> list[Case]:
     return [Case(program=program, layout=layout) for layout in layouts]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("parity", ["off", "exact"])
 def test_an_fp16_update_that_the_loop_skips_leaves_the_next_gradients_scaled(parity: str) -> None:
     require_plain([case for program in _SKIPPING for case in _cases(program, parity)])

@@ -186,6 +186,7 @@ def _formula(num_updates: int, make: Callable[[], Any]) -> list[dict[str, dict[s
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", [_QUICK, pytest.param(_SLOW, marks=pytest.mark.soak)], ids=" - ".join)
 def test_the_averages_are_those_of_the_formula_on_every_layout_through_saving_and_resuming(
     chain: list[str], tmp_path: Path

@@ -186,6 +186,7 @@ def _comes_late(folder: Path) -> tuple[bool, list[str]]:
         return job.accelerator.get_state_dict(job.model) is not None, said
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_awaited_and_named_once(tmp_path: Path) -> None:
     first, second, third = run_on_ranks(_comes_late, tmp_path, world_size=3, init_group=False)
     assert (first, second[0], third) == ((True, []), False, (False, []))

@@ -401,6 +401,7 @@ def _filled_from_files(folder: str) -> tuple[dict[str, Any], int]:
     return accelerator.get_state_dict(model) or {}, held
 
 
+@pytest.mark.slow
 def test_weights_go_from_files_into_the_parts(tmp_path: Path) -> None:
     model = tiny_llama()
     Accelerator(cpu=True).save_model(model, tmp_path)

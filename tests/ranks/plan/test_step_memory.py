@@ -116,7 +116,7 @@ def _check(layout: ParallelLayout, kind: str) -> None:
     assert 0.999 <= plan.peak / measured <= (1.05 if layout.accumulation > 1 else 1.01), (measured, plan.memory)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "kind"), [(DDP, "tied"), (STAGE_3, "plain"), (ACCUMULATED, "plain")])
 def test_a_rank_needs_the_planned_memory(layout: ParallelLayout, kind: str) -> None:
     _check(layout, kind)

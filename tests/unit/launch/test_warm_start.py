@@ -121,6 +121,7 @@ def test_a_failing_import_does_not_affect_running_ranks(starter: WarmStarter, tm
     assert running.wait(_LIMIT_S) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_stopped_process_starts_no_rank_later(
     starter: WarmStarter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,7 +201,7 @@ def _short_and_whole(model: nn.Module, settings: StepSettings, monkeypatch: pyte
     return short, trace_step(model, optimizer, net_loss, batch, settings)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["full", "offload", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "selective"))]
 )
@@ -254,7 +254,7 @@ def test_a_model_that_reaches_its_blocks_by_another_way_is_traced_whole(monkeypa
     assert trace.moments == whole.moments
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ["setting", "loop"])
 def test_blocks_that_differ_are_all_traced(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (_, trace), (_, whole) = _short_and_whole(Deep(odd=odd), StepSettings(8), monkeypatch)
