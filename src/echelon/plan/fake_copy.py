@@ -145,9 +145,8 @@ def fake_optimizer(
         ]
         copied = copy_optimizer(optimizer, groups)
         for name, value in vars(copied).items():
-            if (
-                type(value) is dict and name != "state"
-            ):  # such as bitsandbytes' tables of codes, which its first step fills
+            # Such as bitsandbytes' tables of codes, which its first step fills.
+            if type(value) is dict and name != "state":
                 setattr(copied, name, dict(value))
     else:
         copied = optimizer(p for p in model.parameters() if p.requires_grad)

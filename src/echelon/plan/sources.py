@@ -105,7 +105,7 @@ class PlannedStep:
         if layout.world != world:
             raise UsageError(
                 _("the mesh has {ranks} ranks, and there are {world} devices", ranks=layout.world, world=world),
-                where="ParallelismConfig" if sizes is None or not sizes else "--mesh",
+                where="--mesh" if sizes else "ParallelismConfig",
                 do=_("choose sizes whose product is {world}", world=world),
             )
         return layout

@@ -47,7 +47,8 @@ def step_time(
     """Return the time of a step of the slowest stage.
 
     The forward and the backward pass of a unit take the longest of FLOPs / peak, bytes / bandwidth, and the time in which the host starts
-    its operators (on a CPU, which does both, their sum); the optimizer reads and writes what the rank owns. Collectives take the time of a ring. Those of DDP and fully_shard run beside computation; those of activations (tp, ep, and
+    its operators (on a CPU, which does both, their sum); the optimizer reads and writes what the rank owns. Collectives take the time of a
+    ring. Those of DDP and fully_shard run beside computation; those of activations (tp, ep, and
     stages) and zero1's broadcasts do not.
     """
     compute = layout.accumulation * _micro_step(model, trace, layout, hardware, rank)

@@ -52,7 +52,7 @@ def to_lines(title: str, verdict: PlanVerdict, *, script: str) -> Iterator[str]:
     yield from align_columns(_layout_rows(verdict))
     left = len(verdict.candidates) - _SHOWN
     if left > 0:
-        yield _("and {number} more (--json lists all)", number=left)
+        yield _("and {number} more (echelon plan --json lists all)", number=left)
     shown = best or asked
     if not shown.plan.refused:
         yield ""

@@ -242,7 +242,7 @@ def _tiles(run: RecordedRun, series: StepSeries | None) -> list[dict[str, str]]:
             where = _("largest") if len(series.ranks) == 1 else _("largest, rank {rank}", rank=rank)
             if predicted := _predicted_bytes(run):
                 size = _memory(predicted / 2**20)
-                where = _("{where}; a GPU was predicted to need {size}", where=where, size=size)
+                where = _("{where}; predicted peak on a GPU: {size}", where=where, size=size)
             tiles.append((_("memory"), _memory(float(np.nanmax(memory))), where))
     if restarts := run.facts.get("num_restarts"):
         tiles.append((_("restarts"), str(restarts), _("see the time line")))

@@ -66,7 +66,7 @@ def test_predicted_memory_is_beside_the_measured_one(tmp_path: Path) -> None:
     append_line(tmp_path / "hyperparameters.jsonl", {"group": "training", "values": values})
     (data,) = page_data([read_run(tmp_path)])["runs"]
     (tile,) = (tile for tile in data["tiles"] if tile["name"] == "memory")
-    assert (tile["value"], tile["note"]) == ("100 MB", "largest; a GPU was predicted to need 3.0 GB")
+    assert (tile["value"], tile["note"]) == ("100 MB", "largest; predicted peak on a GPU: 3.0 GB")
 
 
 def test_results_of_evaluations_are_at_the_top_and_runtimes_are_not_plotted(tmp_path: Path) -> None:

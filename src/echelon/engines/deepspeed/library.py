@@ -64,15 +64,15 @@ def import_deepspeed(world: World) -> Any:
 
 
 def _reset_ended_group() -> None:
-    """Reset the library's state if its process group was destroyed; otherwise it would use closed sockets.
-
-    If no engine was made in that group, because the model or the optimizer was refused, the library has none of its own.
-    """
+    """Reset the library's state if its process group was destroyed; otherwise it would use closed sockets."""
     groups: Any = import_module("deepspeed.utils.groups")
-    if groups._WORLD_GROUP is None or groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
+    if groups._WORLD_GROUP is not None:
+        if groups._WORLD_GROUP in dist.distributed_c10d._world.pg_map:
+            return
         groups._release_process_group_references()
-        library: Any = import_module("deepspeed.comm.comm")
-        library.cdb = None
+    # Without a group of its own, the library has no engine: the model of the last one may have been refused, in a group that has ended.
+    library: Any = import_module("deepspeed.comm.comm")
+    library.cdb = None
 
 
 def _restore_linear() -> None:
