@@ -84,12 +84,21 @@ def location(path: str | os.PathLike[str] | ObjectPath) -> Location:
     """Return the place that a user's ``path`` names: a local path, in which ``~`` is expanded, or a URL.
 
     Raises:
-        UsageError: the URL's scheme is unknown, or it has no bucket.
+        UsageError: the URL's scheme is unknown, or it has no bucket or lacks a slash.
     """
     if isinstance(path, ObjectPath):
         return path
     match = _URL.match(path) if isinstance(path, str) else None
     if match is None:
+        scheme, _colon, rest = os.fspath(path).partition(":/")
+        if rest and scheme in SCHEMES:
+            raise UsageError(
+                _(
+                    "{path} has only one slash after the scheme, so it is not a URL (pathlib.Path removes the other one)",
+                    path=path,
+                ),
+                do=_("pass the URL as text: {url}", url=f"{scheme}://{rest}"),
+            )
         return Path(path).expanduser()
     scheme, bucket, key = match.groups()
     if scheme not in SCHEMES or not (bucket or scheme == "memory"):

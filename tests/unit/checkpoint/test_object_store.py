@@ -54,7 +54,7 @@ def test_a_user_names_a_place_by_its_url() -> None:
     assert location("s3://bucket//run/a/") == ObjectPath("s3://bucket", "run/a")
     assert str(location("gs://bucket/run") / "a") == "gs://bucket/run/a"  # type: ignore[operator]
     assert location("~/run") == Path("~/run").expanduser()
-    for wrong in ("http://host/run", "s3:///run", "s3://bucket/a/../b"):
+    for wrong in ("http://host/run", "s3:///run", "s3://bucket/a/../b", "s3:/bucket/run", Path("gs://bucket/run")):
         with pytest.raises(UsageError):
             location(wrong)
 
